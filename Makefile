@@ -1,0 +1,37 @@
+# make demo and make test are all that a newcomer needs: each sets up .venv by itself.
+VENV   := .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# One thread per test process: two processes beat two threads on small tensors.
+TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test lint types bench docs clean
+
+demo: $(READY)  ## train on embedded data and print the table
+	$(BIN)/python examples/demo.py
+
+test: $(READY) lint types  ## lint, types, tests
+	$(TEST_THREADS) $(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)  ## ratios measured side by side in one run
+	$(BIN)/python -m benchmarks
+
+docs: $(READY)  ## regenerate the figures that stand in docs/
+	$(BIN)/python examples/digits.py --markdown docs/digits.md
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plures needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev]'
+	touch $(READY)

@@ -1,0 +1,85 @@
+"""How a split ensemble becomes named tensors: owners packed, each member's weights together.
+
+The file of a complete ensemble holds every weight once, grouped by owner, so that some members can be read without the
+others; `owners/NAME` says where they belong. While members are untrained it also holds what training goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from plures.ensemble import as_stored
+from plures.errors import PluresError
+from plures.partition import FREE, pack, unpack
+from plures.role import Role, own_tensors
+
+if TYPE_CHECKING:
+    from plures.methods.orthogonal_dropout import OrthogonalDropout
+
+
+def to_tensors(ensemble: OrthogonalDropout, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Give the tensors that a file holds, with split weights in the dtype asked for.
+
+    safetensors.torch.save_file(to_tensors(ensemble, torch.bfloat16), path)
+    """
+    weights = own_tensors(ensemble.network)
+    result = {}
+    for name, owners in ensemble.owners.items():
+        stored = as_stored(weights[name], dtype)
+        # Free weights need a digit of their own only while there are any.
+        some_free = bool((owners == FREE).any())
+        digits = torch.where(owners == FREE, ensemble.members, owners.int())
+        result[f"owners/{name}"] = pack(digits, ensemble.members + some_free)
+        for member in range(ensemble.members):
+            result[_place(member, name)] = stored[(owners == member).expand_as(stored)]
+        if some_free:
+            result[f"free/{name}"] = stored[(owners == FREE).expand_as(stored)]
+    for member in range(ensemble.members):
+        result |= {_place(member, name): row.detach() for name, row in ensemble.private.rows(member).items()}
+    complete = len(ensemble.trained) == ensemble.members
+    kept = {Role.SHARED} if complete else {Role.SHARED, Role.PRIVATE}
+    result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if ensemble.roles[name] in kept}
+    if ensemble.draft is not None:
+        result |= {f"draft/{name}": tensor.detach() for name, tensor in own_tensors(ensemble.draft).items()}
+    return result
+
+
+def from_tensors(ensemble: OrthogonalDropout, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
+    """Fill an ensemble from a file's tensors, reading only what its loaded members need."""
+    available = set(names)
+    members = range(ensemble.members) if ensemble.loaded is None else ensemble.loaded
+    owners = {}
+    for name, like in ensemble.owners.items():
+        some_free = f"free/{name}" in available
+        digits = unpack(read(f"owners/{name}"), ensemble.members + some_free, like.numel()).reshape(like.shape)
+        owners[name] = digits.masked_fill_(digits == ensemble.members, FREE) if some_free else digits
+    ensemble.partition.assign(owners)
+    weights = own_tensors(ensemble.network)
+    with torch.no_grad():
+        for name, owner in ensemble.owners.items():
+            for member in members:
+                _fill(weights[name], owner == member, read(_place(member, name)))
+            if ensemble.loaded is None and f"free/{name}" in available:
+                _fill(weights[name], owner == FREE, read(f"free/{name}"))
+        for name, tensor in weights.items():
+            if f"given/{name}" in available:
+                tensor.copy_(read(f"given/{name}"))
+    for member in members:
+        ensemble.private.write(member, {name: read(_place(member, name)) for name in ensemble.private.rows(member)})
+    ensemble.restore_draft(lambda name: read(f"draft/{name}"))
+
+
+def _place(member: int, name: str) -> str:
+    return f"member {member}/{name}"
+
+
+def _fill(weight: Tensor, where: Tensor, values: Tensor) -> None:
+    where = where.expand_as(weight)
+    if int(where.sum()) != values.numel():
+        raise PluresError(f"{values.numel()} values are stored where {int(where.sum())} belong")
+    # Not masked_scatter_: in place it would write into a copy of a weight that is not contiguous.
+    weight.copy_(weight.masked_scatter(where, values.to(weight.device, weight.dtype)))

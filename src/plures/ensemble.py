@@ -1,0 +1,278 @@
+"""Ensemble and Stage: the two names that every method implements."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from plures.errors import PluresError
+from plures.prediction import Prediction
+from plures.role import own_tensors, tensors
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Step(NamedTuple):
+    """Name one stage of a method's plan before it is opened.
+
+        [step.phase for step in ensemble.plan() if not step.committed]
+
+    `member` is None where the members train together.
+    """
+
+    phase: str
+    member: int | None
+    committed: bool
+
+    @property
+    def name(self) -> str:
+        """What a person calls the stage: `member 2 prune`."""
+        return self.phase if self.member is None else f"member {self.member} {self.phase}"
+
+
+class Stage(nn.Module):
+    """Train one stage of an ensemble with any loop: it is a module that returns the loss.
+
+        for stage in ensemble.stages():
+            optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                stage(inputs, targets).backward()
+                optimizer.step()
+
+    A stage is a copy: until it is committed the ensemble knows nothing of it. `DDP(stage)` and `torch.compile(stage)`
+    work, because all that a stage does happens in its forward.
+    """
+
+    def __init__(self, network: nn.Module, step: Step, loss: Loss, commit: Callable[["Stage"], None]) -> None:
+        super().__init__()
+        self.network = network
+        self.step = step
+        self.loss = loss
+        self.committed = False
+        self._commit = commit
+        self.train()
+
+    @property
+    def phase(self) -> str:
+        """The kind of stage, which a recipe gives epochs to: `pretrain`, `prune`, `finetune`, `train`."""
+        return self.step.phase
+
+    @property
+    def member(self) -> int | None:
+        """The member that the stage trains, or None where all train together."""
+        return self.step.member
+
+    @property
+    def name(self) -> str:
+        """What a person calls the stage: `member 2 prune`."""
+        return self.step.name
+
+    def logits(self, inputs: Any) -> Tensor:
+        """Run the network under training and return its logits."""
+        if torch.compiler.is_compiling():
+            return logits_of(call(self.network, inputs))
+        with parametrize.cached():  # attention layers read a weight several times in one forward
+            return logits_of(call(self.network, inputs))
+
+    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        return self.loss(self.logits(inputs), targets)
+
+    def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Give an optimizer what the stage trains, with the weight decay that the method wants where.
+
+        torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
+        """
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return [{"params": trainable, "weight_decay": weight_decay}]
+
+    def commit(self) -> None:
+        """Write the stage into its ensemble; going on to the next stage does this by itself."""
+        if self.committed:
+            raise PluresError(f"stage '{self.name}' is committed already")
+        for name, parameter in self.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise PluresError(
+                    f"stage '{self.name}' has NaN or infinity in {name!r} and is not committed: train it again with a "
+                    "lower learning rate or gradient clipping"
+                )
+        with torch.no_grad():
+            self._commit(self)
+        self.committed = True
+
+
+class Ensemble(nn.Module, ABC):
+    """Predict with several members at once; trained stage by stage.
+
+        for stage in ensemble.stages():
+            train(stage)
+        logits = ensemble(images)  # [members, batch, classes]
+        prediction = ensemble.predict(images)
+
+    An ensemble only predicts: its networks stay in eval mode, whatever `train()` is told, and stages, which are copies,
+    do the training. A method implements `plan`, `open` and `forward`, and `options` for storage.
+    """
+
+    def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
+        super().__init__()
+        if not isinstance(network, nn.Module):
+            raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
+        self.loss: Loss = loss or F.cross_entropy
+        self.shapes = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
+
+    @abstractmethod
+    def plan(self) -> list[Step]:
+        """List all stages from the first to the last, with those committed marked."""
+
+    @abstractmethod
+    def open(self, step: Step) -> Stage:
+        """Check out the stage of one step of the plan."""
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all trained members, [members, batch, classes]."""
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+
+    def stages(self) -> Iterator[Stage]:
+        """Go through the stages that are not committed yet.
+
+            for stage in ensemble.stages():
+                train(stage, epochs[stage.phase])
+
+        Going on to the next stage commits the last one. Leaving the loop early discards the open stage and keeps the
+        committed ones; called again, the loop goes on where it was left.
+        """
+        while (step := next((step for step in self.plan() if not step.committed), None)) is not None:
+            stage = self.open(step)
+            yield stage
+            if not stage.committed:
+                stage.commit()
+
+    def predict(self, inputs: Any, *, batch_size: int | None = None, abstain_below: float | None = None) -> Prediction:
+        """Predict with all trained members.
+
+            prediction = ensemble.predict(images, abstain_below=0.8)
+            prediction.label, prediction.confidence, prediction.epistemic
+
+        `inputs` is what the network takes: a tensor, a tuple of positional or a dict of named arguments. `batch_size`
+        bounds how many samples are in the network at once. Where confidence lies below `abstain_below` the label is -1.
+        """
+        refuse_nan(inputs)
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                logits = torch.cat([call(self, chunk) for chunk in chunks(inputs, batch_size)], dim=1)
+        finally:
+            self.train(training)
+        return Prediction.from_logits(logits, abstain_below)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set `training`, and leave the networks in eval mode: an ensemble is trained through its stages."""
+        super().train(False)
+        self.training = mode
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """Give what a file must know beyond options and tensors, as JSON values."""
+        return {}
+
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Give the tensors that a file holds, with weights (not statistics) in the dtype asked for."""
+        return {name: as_stored(tensor, dtype) for name, tensor in own_tensors(self).items()}
+
+    @classmethod
+    def restore(
+        cls,
+        network: nn.Module,
+        options: Mapping[str, Any],
+        state: Mapping[str, Any],
+        read: Callable[[str], Tensor],
+        names: Sequence[str],
+        members: Sequence[int] | None,
+    ) -> Self:
+        """Build an ensemble from what `options`, `state` and `tensors` gave; `read` gets one of the named tensors."""
+        if members is not None:
+            raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(members)}")
+        ensemble = cls(network, **options)
+        with torch.no_grad():
+            for name, tensor in own_tensors(ensemble).items():
+                tensor.copy_(read(name))
+        return ensemble
+
+
+def as_stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Bring a tensor into the form that a file holds: parameters in the dtype asked for, buffers as they are.
+
+    as_stored(network.fc.weight, torch.bfloat16)
+    """
+    weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return tensor.detach().to(dtype) if dtype is not None and weight else tensor.detach()
+
+
+def call(network: nn.Module, inputs: Any) -> Any:
+    """Call a network on a tensor, a tuple of positional or a dict of named arguments.
+
+    output = call(network, {"pixel_values": images})
+    """
+    if isinstance(inputs, Mapping):
+        return network(**inputs)
+    return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Take the logits from what a network returned: a tensor, or an object with `.logits` as in transformers.
+
+    logits = logits_of(network(images))
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise PluresError(f"the network returned {type(output).__name__}; expected a tensor or an object with .logits")
+    return logits
+
+
+def _leaves(inputs: Any) -> list[Any]:
+    if isinstance(inputs, Mapping):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+
+
+def refuse_nan(inputs: Any) -> None:
+    """Refuse inputs with NaN, naming the first sample that has one.
+
+    refuse_nan(images)
+    """
+    for tensor in _leaves(inputs):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
+            place = tensor.isnan().nonzero()[0].tolist()
+            raise PluresError(f"the inputs hold NaN, first at {place}: clean the data before predicting")
+
+
+def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
+    """Cut a batch of inputs into batches of at most `size` samples.
+
+    for chunk in chunks({"pixel_values": images}, 32): ...
+    """
+    batched = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
+    if size is None or not batched:
+        yield inputs
+        return
+    if size < 1:
+        raise PluresError(f"batch_size={size}; it must be at least 1")
+    for start in range(0, max(len(batched[0]), 1), size):
+
+        def cut(value: Any, start: int = start) -> Any:
+            return value[start : start + size] if isinstance(value, Tensor) else value
+
+        if isinstance(inputs, Mapping):
+            yield {name: cut(value) for name, value in inputs.items()}
+        else:
+            yield tuple(map(cut, inputs)) if isinstance(inputs, tuple | list) else cut(inputs)
