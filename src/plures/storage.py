@@ -51,7 +51,8 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
         },
         separators=(",", ":"),
     )
-    _write_beside_and_rename(stored, {"plures": document, "checksum": _digest(document.encode())}, path)
+    # One entry: the order of several is not defined, and equal ensembles shall give equal bytes.
+    _write_beside_and_rename(stored, {"plures": f"{_digest(document.encode())} {document}"}, path)
 
 
 def load(
@@ -97,9 +98,10 @@ def load(
 def _document(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if metadata is None or "plures" not in metadata:
         raise PluresError(f"{path} was not written by plures.save: its header has no 'plures' entry")
-    if metadata.get("checksum") != _digest(metadata["plures"].encode()):
+    checksum, _, text = metadata["plures"].partition(" ")
+    if checksum != _digest(text.encode()):
         raise PluresError(f"{path} is damaged: its header does not match its checksum")
-    document: dict[str, Any] = json.loads(metadata["plures"])
+    document: dict[str, Any] = json.loads(text)
     if document["format"] > FORMAT:
         raise PluresError(
             f"{path} has format {document['format']}, written by plures {document['library']}; this is plures "

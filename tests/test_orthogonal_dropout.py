@@ -1,0 +1,412 @@
+"""The promises of the method, on every kind of network."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import networks
+import plures
+from plures import OrthogonalDropout, PluresError
+from plures.ensemble import logits_of
+
+
+def train(stage: plures.Stage, inputs, targets, optimizer=None, clip: float | None = None, steps: int = 3) -> None:
+    optimizer = (optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)))(
+        [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    )
+    for _ in range(steps):
+        optimizer.zero_grad()
+        stage(inputs, targets).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(stage.parameters(), clip)
+        optimizer.step()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)
+    )
+
+
+INPUTS = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(0, 4, (16,), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(params=networks.ALL, ids=lambda make: make.__name__, scope="module")
+def case(request):
+    """A network, a batch for it, and the ensemble of three trained members that the tests below share."""
+    network, inputs, targets = request.param(), networks.images(), networks.labels()
+    ensemble = OrthogonalDropout(network, members=3)
+    outputs = []
+    for stage in ensemble.stages():
+        train(stage, inputs, targets)
+        if ensemble.trained:
+            outputs.append(ensemble(inputs).detach())
+    outputs.append(ensemble(inputs).detach())
+    return network, inputs, ensemble, outputs
+
+
+def test_owners_partition_every_split_tensor(case) -> None:
+    network, _, ensemble, _ = case
+    split = [name for name, role in plures.roles(network).items() if role == "split"]
+    assert set(ensemble.owners) <= set(split)
+    for name, owners in ensemble.owners.items():
+        assert owners.shape == dict(network.named_parameters())[name].shape
+        count = torch.bincount(owners.flatten().int(), minlength=3)
+        assert count.sum() == owners.numel()
+        assert count.numel() == 3, "nothing is free in the end"
+        assert count.max() - count.min() <= 1
+
+
+def test_members_share_no_weight(case) -> None:
+    _, _, ensemble, _ = case
+    states = [ensemble.member(member) for member in range(3)]
+    for name in ensemble.owners:
+        used = torch.stack([state[name] != 0 for state in states]).sum(0)
+        assert used.max() <= 1
+
+
+def test_earlier_members_keep_every_bit(case) -> None:
+    _, _, _, outputs = case
+    for earlier, later in itertools.pairwise(outputs):
+        assert later[: len(earlier)].equal(earlier)
+
+
+def test_a_member_checked_out_is_the_member_inside(case) -> None:
+    network, inputs, ensemble, _ = case
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            outputs = ensemble(inputs)
+            for member in range(3):
+                plain = ensemble.checkout(member)
+                assert type(plain) is type(network)
+                assert not plain.training
+                assert logits_of(plain(inputs)).equal(outputs[member])
+            loaded = copy.deepcopy(network)
+            loaded.load_state_dict(ensemble.member(1))
+            assert logits_of(loaded.eval()(inputs)).equal(outputs[1])
+
+
+def test_the_classifier_is_frozen_and_shared(case) -> None:
+    network, _, ensemble, _ = case
+    for name, role in ensemble.roles.items():
+        if role == "shared":
+            given = network.state_dict()[name]
+            assert all(ensemble.member(member)[name].equal(given) for member in range(3))
+
+
+def test_it_saves_and_loads_to_the_bit(case, tmp_path) -> None:
+    network, inputs, ensemble, _ = case
+    plures.save(ensemble, tmp_path / "ensemble.safetensors")
+    loaded = plures.load(tmp_path / "ensemble.safetensors", network)
+    assert loaded(inputs).equal(ensemble(inputs))
+
+
+def test_export_agrees_with_eager(case) -> None:
+    _, inputs, ensemble, _ = case
+    with torch.no_grad():
+        exported = torch.export.export(ensemble, (inputs,))
+        torch.testing.assert_close(exported.module()(inputs), ensemble(inputs))
+
+
+def test_compile_agrees_with_eager(case) -> None:
+    _, inputs, ensemble, _ = case
+    torch.compiler.reset()
+    # The compiler's front end on every network; what it makes of the graph is tested once, below.
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(inputs), ensemble(inputs))
+
+
+def test_compiled_code_agrees_with_eager() -> None:
+    ensemble = OrthogonalDropout(networks.resnet(), members=3, optimize_masks=False)
+    for _ in ensemble.stages():
+        pass
+    with torch.no_grad():
+        images = networks.images()
+        torch.testing.assert_close(torch.compile(ensemble, fullgraph=True)(images), ensemble(images))
+
+
+def test_a_compiled_stage_trains_the_same_member() -> None:
+    stage = next(OrthogonalDropout(mlp(), members=3).stages())
+    loss = stage(INPUTS, TARGETS)
+    torch.testing.assert_close(torch.compile(stage, fullgraph=True)(INPUTS, TARGETS), loss)
+
+
+optimizers = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "nesterov and weight decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+
+
+@given(
+    optimizer=st.sampled_from(sorted(optimizers)),
+    clip=st.sampled_from([None, 0.1]),
+    members=st.integers(2, 6),
+    seed=st.integers(0, 1000),
+    options=st.fixed_dictionaries(
+        {
+            "optimize_masks": st.booleans(),
+            "classifier": st.sampled_from(["fixed", "split", "private"]),
+            "granularity": st.sampled_from(["weight", "kernel"]),
+            "init": st.sampled_from(["fresh", "given"]),
+            "literal_gradient": st.booleans(),
+        }
+    ),
+)
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_no_optimizer_moves_an_earlier_member(optimizer, clip, members, seed, options) -> None:
+    ensemble = OrthogonalDropout(mlp(), members=members, seed=seed, **options)
+    committed: torch.Tensor | None = None
+    for stage in ensemble.stages():
+        train(stage, INPUTS, TARGETS, optimizers[optimizer], clip)
+        if committed is not None:
+            assert ensemble(INPUTS)[: len(committed)].equal(committed)
+        committed = ensemble(INPUTS) if ensemble.trained else None
+    assert ensemble.trained == list(range(members))
+    for owners in ensemble.owners.values():
+        count = torch.bincount(owners.flatten().int(), minlength=members)
+        assert count.numel() == members
+        assert count.max() - count.min() <= 1
+
+
+def test_the_stages_are_those_of_the_paper(caplog) -> None:
+    caplog.set_level("INFO", logger="plures")
+    ensemble = OrthogonalDropout(mlp(), members=3)
+    seen = [(stage.member, stage.phase, stage.name) for stage in ensemble.stages()]
+    assert [(member, phase) for member, phase, _ in seen] == [
+        (0, "pretrain"), (0, "prune"), (0, "finetune"),
+        (1, "pretrain"), (1, "prune"), (1, "finetune"),
+        (2, "pretrain"), (2, "finetune"),
+    ]  # fmt: skip
+    assert seen[1][2] == "member 0 prune"
+    assert "member 2 takes all the weights that are left: its prune stage is skipped" in caplog.text
+    assert all(step.committed for step in ensemble.plan())
+    assert list(ensemble.stages()) == []
+    random = OrthogonalDropout(mlp(), members=3, optimize_masks=False)
+    assert [(stage.member, stage.phase) for stage in random.stages()] == [(0, "train"), (1, "train"), (2, "train")]
+    given_ = OrthogonalDropout(mlp(), members=2, init="given")
+    assert [stage.name for stage in given_.stages()] == [
+        "member 0 prune",
+        "member 0 finetune",
+        "member 1 pretrain",
+        "member 1 finetune",
+    ]
+
+
+def test_each_stage_trains_what_it_should() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2)
+    for stage in ensemble.stages():
+        trainable = {name for name, parameter in stage.named_parameters() if parameter.requires_grad}
+        scores = {name for name in trainable if name.endswith("scores")}
+        weights = {name for name in trainable if name.endswith("original")}
+        assert bool(scores) == (stage.phase == "prune")
+        assert bool(weights) == (stage.phase != "prune")
+        assert "network.1.weight" in trainable, "norm layers train in every stage"
+        assert "network.5.weight" not in trainable, "the classifier is frozen"
+
+
+def test_pretraining_uses_every_free_weight_and_finetuning_only_the_share() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=3)
+    for stage in ensemble.stages():
+        used = int((stage.network[3].weight != 0).sum())
+        free = 576 - 192 * stage.member
+        assert used == (free if stage.phase == "pretrain" else 192)
+
+
+def test_pruning_starts_from_the_largest_weights() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=3)
+    stages = ensemble.stages()
+    pretrained = next(stages).network[3].weight.detach().clone()
+    pruned = next(stages).network[3].weight
+    assert pretrained[pruned != 0].abs().min() >= pretrained[pruned == 0].abs().max()
+
+
+def test_a_fresh_start_has_the_scale_of_the_given_network_and_given_its_weights() -> None:
+    network = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100), nn.Linear(100, 4))
+    nn.init.normal_(network[0].weight, std=0.37)
+    fresh = next(OrthogonalDropout(network, members=2).stages()).network[0].weight
+    assert fresh.std().item() == pytest.approx(0.37, rel=0.05)
+    assert not fresh.equal(network[0].weight)
+    other = next(OrthogonalDropout(network, members=2, seed=1).stages()).network[0].weight
+    assert not fresh.equal(other)
+    again = next(OrthogonalDropout(network, members=2).stages()).network[0].weight
+    assert fresh.equal(again)
+    given_ = next(OrthogonalDropout(network, members=2, optimize_masks=False, init="given").stages()).network[0].weight
+    assert given_[given_ != 0].equal(network[0].weight[given_ != 0])
+
+
+def test_leaving_the_loop_discards_the_open_stage_and_keeps_the_committed() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=3)
+    for stage in ensemble.stages():
+        train(stage, INPUTS, TARGETS)
+        if stage.name == "member 1 prune":
+            break
+    assert ensemble.trained == [0]
+    assert next(step.name for step in ensemble.plan() if not step.committed) == "member 1 prune"
+    outputs = ensemble(INPUTS)
+    assert outputs.shape == (1, 16, 4)
+    assert ensemble.predict(INPUTS).members.shape[0] == 1
+    for _ in ensemble.stages():
+        pass
+    assert ensemble(INPUTS)[:1].equal(outputs)
+    assert ensemble.trained == [0, 1, 2]
+
+
+def test_a_loop_that_fails_loses_only_the_open_stage() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2)
+    with pytest.raises(KeyboardInterrupt):
+        for stage in ensemble.stages():
+            if stage.phase == "finetune":
+                raise KeyboardInterrupt
+    assert next(ensemble.stages()).name == "member 0 finetune"
+
+
+@pytest.mark.parametrize("optimize_masks", [True, False])
+@pytest.mark.parametrize("init", ["fresh", "given"])
+def test_a_member_is_thrown_away_and_trained_again(optimize_masks: bool, init: str) -> None:
+    ensemble = OrthogonalDropout(mlp(), members=3, optimize_masks=optimize_masks, init=init)
+    for stage in ensemble.stages():
+        train(stage, INPUTS, TARGETS)
+    before = ensemble(INPUTS)
+    ensemble.discard(1)
+    assert ensemble.trained == [0, 2]
+    assert ensemble(INPUTS).equal(before[[0, 2]])
+    for stage in ensemble.stages():
+        assert stage.member == 1
+        train(stage, INPUTS, TARGETS)
+    after = ensemble(INPUTS)
+    assert after[[0, 2]].equal(before[[0, 2]])
+    assert not after[1].equal(before[1])
+
+
+def test_a_given_network_may_be_handed_in_again() -> None:
+    network = mlp()
+    ensemble = OrthogonalDropout(network, members=3, optimize_masks=False, init="given")
+    for stage in ensemble.stages():
+        train(stage, INPUTS, TARGETS)
+    ensemble.discard(1, network)
+    weight = next(ensemble.stages()).network[3].weight
+    assert weight[weight != 0].equal(network[3].weight[weight != 0])
+
+
+def test_only_the_member_in_training_may_be_thrown_away_meanwhile() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=3)
+    for stage in ensemble.stages():
+        if stage.name == "member 1 finetune":
+            break
+    with pytest.raises(PluresError, match="member 1 is in training"):
+        ensemble.discard(0)
+    ensemble.discard(1)
+    assert next(ensemble.stages()).name == "member 1 pretrain"
+
+
+def test_stages_are_committed_once_and_in_order() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2)
+    stages = ensemble.stages()
+    first = next(stages)
+    stale = next(ensemble.stages())
+    first.commit()
+    with pytest.raises(PluresError, match="'member 0 pretrain' is committed already"):
+        first.commit()
+    with pytest.raises(PluresError, match="out of date: 'member 0 prune' is next"):
+        stale.commit()
+    assert next(stages).name == "member 0 prune", "a stage committed by hand is not committed again"
+
+
+def test_a_stage_with_nan_is_not_committed() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2)
+    stage = next(ensemble.stages())
+    with torch.no_grad():
+        stage.network[1].bias[0] = torch.nan
+    with pytest.raises(PluresError, match=r"has NaN or infinity in 'network\.1\.bias'"):
+        stage.commit()
+    assert not any(step.committed for step in ensemble.plan())
+
+
+def test_a_callers_loss_is_used() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, loss=lambda logits, targets: logits.new_tensor(42.0))
+    assert next(ensemble.stages())(INPUTS, TARGETS).item() == 42
+
+
+@pytest.mark.parametrize("classifier", ["fixed", "split", "private"])
+def test_what_becomes_of_the_classifier(classifier: str) -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, classifier=classifier)
+    for stage in ensemble.stages():
+        train(stage, INPUTS, TARGETS)
+    one, two = (ensemble.member(member)["5.weight"] for member in range(2))
+    assert ("5.weight" in ensemble.owners) == (classifier == "split")
+    assert one.equal(two) == (classifier == "fixed")
+    assert bool(((one != 0) & (two != 0)).any()) == (classifier != "split")
+
+
+def test_edited_roles_are_followed() -> None:
+    network = mlp()
+    roles = plures.roles(network)
+    roles["0.weight"] = "private"
+    ensemble = OrthogonalDropout(network, members=2, roles=roles)
+    assert list(ensemble.owners) == ["3.weight"]
+
+
+def test_the_given_network_is_left_alone_and_half_precision_works() -> None:
+    network = mlp().bfloat16()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    ensemble = OrthogonalDropout(network, members=2)
+    for stage in ensemble.stages():
+        train(stage, INPUTS.bfloat16(), TARGETS, steps=1)
+    assert ensemble(INPUTS.bfloat16()).dtype == torch.bfloat16
+    assert all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_channels_last_networks_split_the_same_way() -> None:
+    def outputs(layout: torch.memory_format) -> torch.Tensor:
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        ).to(memory_format=layout)
+        ensemble = OrthogonalDropout(network, members=2)
+        images = torch.ones(2, 3, 8, 8).to(memory_format=layout)
+        for stage in ensemble.stages():
+            train(stage, images, torch.tensor([0, 1]))
+        return torch.cat([owners.flatten() for owners in ensemble.owners.values()])
+
+    same = outputs(torch.contiguous_format) == outputs(torch.channels_last)
+    assert same.float().mean() > 0.95  # kernels differ in the last bits, so that a near tie may fall the other way
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"members": 1}, "members=1: a network splits into 2 to 255 members"),
+        ({"members": 300}, "members=300"),
+        ({"members": 200}, "'0.weight' has 144 weights and cannot be split among 200 members"),
+        ({"init": "warm"}, "init='warm'; use one of fresh, given"),
+        ({"classifier": "none"}, "classifier='none'; use one of fixed, split, private"),
+        ({"granularity": "layer"}, "granularity='layer'"),
+    ],
+)
+def test_bad_options_are_refused(options, message: str) -> None:
+    with pytest.raises(PluresError, match=message):
+        OrthogonalDropout(mlp(), **options)
+
+
+def test_bad_networks_and_members_are_refused() -> None:
+    with pytest.raises(PluresError, match="network must be an nn.Module, not str"):
+        OrthogonalDropout("resnet18")  # type: ignore[arg-type]
+    with pytest.raises(PluresError, match="has no Linear to take for the classifier"):
+        OrthogonalDropout(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)))
+    ensemble = OrthogonalDropout(mlp(), members=3)
+    with pytest.raises(PluresError, match="no member of this ensemble is trained"):
+        ensemble.predict(INPUTS)
+    with pytest.raises(PluresError, match="member 0 is not trained; ready are: none"):
+        ensemble.checkout(0)
+    with pytest.raises(PluresError, match="there is no member 3: members count from 0 to 2"):
+        ensemble.checkout(3)

@@ -1,0 +1,127 @@
+"""Every tensor of a network gets the role that the method needs."""
+
+import pytest
+import torch
+from torch import nn
+
+import plures
+from plures import PluresError, Role
+from plures.role import canonical, check_roles
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.grouped = nn.Conv2d(8, 8, 3, groups=2)
+        self.up = nn.ConvTranspose2d(8, 8, 3)
+        self.token = nn.Parameter(torch.zeros(1, 8))
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+
+
+def test_roles_of_the_usual_layers() -> None:
+    assert plures.roles(Small()) == {
+        "token": "private",
+        "stem.weight": "split",
+        "stem.bias": "private",
+        "norm.weight": "private",
+        "norm.bias": "private",
+        "norm.running_mean": "private",
+        "norm.running_var": "private",
+        "norm.num_batches_tracked": "private",
+        "depthwise.weight": "private",
+        "depthwise.bias": "private",
+        "grouped.weight": "split",
+        "grouped.bias": "private",
+        "up.weight": "split",
+        "up.bias": "private",
+        "hidden.weight": "split",
+        "hidden.bias": "private",
+        "head.weight": "shared",
+        "head.bias": "shared",
+    }
+
+
+def test_attention_projections_are_split_and_the_last_of_them_is_no_classifier() -> None:
+    network = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    roles = plures.roles(network)
+    assert roles["1.in_proj_weight"] == roles["1.out_proj.weight"] == "split"
+    assert roles["1.in_proj_bias"] == "private"
+    assert roles["0.weight"] == "shared"
+    separate = plures.roles(nn.Sequential(nn.MultiheadAttention(8, 2, kdim=4, vdim=4), nn.Linear(8, 2)))
+    assert {name for name, role in separate.items() if role == "split"} == {
+        "0.q_proj_weight",
+        "0.k_proj_weight",
+        "0.v_proj_weight",
+        "0.out_proj.weight",
+    }
+
+
+def test_the_user_names_the_classifier() -> None:
+    roles = plures.roles(Small(), classifier="hidden")
+    assert roles["hidden.weight"] == roles["hidden.bias"] == "shared"
+    assert roles["head.weight"] == "split"
+    with pytest.raises(PluresError, match="classifier='haed' is no module of the network; did you mean head"):
+        plures.roles(Small(), classifier="haed")
+    with pytest.raises(PluresError, match="is a BatchNorm2d"):
+        plures.roles(Small(), classifier="norm")
+
+
+def test_tied_tensors_have_one_role() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(10, 8)
+            self.read = nn.Linear(8, 10)
+            self.read.weight = self.words.weight
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+            self.head = nn.Linear(8, 3)
+
+    network = Tied()
+    roles = plures.roles(network)
+    assert roles["words.weight"] == roles["read.weight"] == "private"
+    assert roles["first.weight"] == roles["second.weight"] == "split"
+    assert canonical(network)["second.weight"] == "first.weight"
+    assert plures.roles(network, classifier="read")["words.weight"] == "shared"
+    with pytest.raises(PluresError, match="'first.weight' and 'second.weight' are one tied tensor"):
+        check_roles(network, {**roles, "second.weight": "private"})
+
+
+def test_what_the_network_has_frozen_stays_frozen_and_shared() -> None:
+    network = Small()
+    network.stem.weight.requires_grad_(False)
+    assert plures.roles(network)["stem.weight"] is Role.SHARED
+
+
+def test_buffers_that_are_not_saved_have_no_role() -> None:
+    network = Small()
+    network.register_buffer("table", torch.zeros(3), persistent=False)
+    assert "table" not in plures.roles(network)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"stem.wieght": "split"}, "roles name 'stem.wieght', which the network does not have; did you mean"),
+        ({"stem.weight": "mine"}, "the role of 'stem.weight' is 'mine'; use one of split, private, shared"),
+        ({"norm.running_mean": "split"}, "'norm.running_mean' is a buffer and cannot be split"),
+    ],
+)
+def test_roles_that_cannot_hold_are_refused(edit: dict[str, str], message: str) -> None:
+    network = Small()
+    with pytest.raises(PluresError, match=message):
+        check_roles(network, {**plures.roles(network), **edit})
+
+
+def test_missing_roles_and_nothing_to_split_are_refused() -> None:
+    network = Small()
+    with pytest.raises(PluresError, match=r"say nothing of 'token'"):
+        check_roles(network, {})
+    with pytest.raises(PluresError, match="LayerNorm has nothing to split"):
+        plures.roles(nn.LayerNorm(4))
+    with pytest.raises(PluresError, match="Linear has nothing to split: no tensor has the role 'split'"):
+        plures.OrthogonalDropout(nn.Linear(4, 3))

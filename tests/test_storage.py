@@ -1,0 +1,263 @@
+"""One file, about the size of one network; equal to the bit; never silently damaged."""
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import plures
+from plures import PluresError
+from plures.lab.models import resnet18
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)
+    )
+
+
+IMAGES = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([0, 1, 2, 3])
+
+
+def train(stage: plures.Stage) -> None:
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        stage(IMAGES, TARGETS).backward()
+        optimizer.step()
+
+
+def trained(stages: int = 100, **options) -> plures.OrthogonalDropout:
+    ensemble = plures.OrthogonalDropout(network(), **{"members": 3, **options})
+    for done, stage in enumerate(ensemble.stages()):
+        if done == stages:
+            break
+        train(stage)
+    return ensemble
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "ensemble.safetensors"
+    plures.save(trained(), path)
+    return path
+
+
+options = st.fixed_dictionaries(
+    {
+        "members": st.integers(2, 6),
+        "optimize_masks": st.booleans(),
+        "classifier": st.sampled_from(["fixed", "split", "private"]),
+        "granularity": st.sampled_from(["weight", "kernel"]),
+        "init": st.sampled_from(["fresh", "given"]),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@given(options, st.integers(0, 18))
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_save_and_load_are_equal_to_the_bit_at_any_point_of_training(tmp_path, chosen, stages: int) -> None:
+    ensemble = trained(stages, **chosen)
+    path = tmp_path / "ensemble.safetensors"
+    plures.save(ensemble, path)
+    with torch.no_grad():  # another network of the same class, with other numbers
+        other = network()
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    loaded = plures.load(path, other)
+    assert loaded.options() == ensemble.options()
+    assert loaded.plan() == ensemble.plan()
+    for name, owners in ensemble.owners.items():
+        assert loaded.owners[name].equal(owners)
+    if ensemble.trained:
+        assert loaded(IMAGES).equal(ensemble(IMAGES))
+    # Training goes on from the file as it would have without it.
+    for ensemble_stage, loaded_stage in zip(ensemble.stages(), loaded.stages(), strict=True):
+        train(ensemble_stage)
+        train(loaded_stage)
+    assert loaded(IMAGES).equal(ensemble(IMAGES))
+    again = tmp_path / "again.safetensors"
+    plures.save(ensemble, path)
+    plures.save(loaded, again)
+    assert path.read_bytes() == again.read_bytes()
+
+
+def test_the_state_dict_carries_an_ensemble_too() -> None:
+    for stages in (1, 2, 3, 5, 100):
+        ensemble = trained(stages)
+        copy = plures.OrthogonalDropout(network(), members=3)
+        copy.load_state_dict(ensemble.state_dict())
+        assert copy.plan() == ensemble.plan()
+        for mine, theirs in zip(ensemble.stages(), copy.stages(), strict=True):
+            train(mine)
+            train(theirs)
+        assert copy(IMAGES).equal(ensemble(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("members", "granularity", "limit"), [(5, "weight", 1.085), (10, "weight", 1.13), (5, "kernel", 1.025)]
+)
+def test_five_members_take_the_room_of_one(tmp_path, members: int, granularity: str, limit: float) -> None:
+    resnet = resnet18(classes=10)
+    assert sum(p.numel() for p in resnet.parameters()) == 11_173_962
+    ensemble = plures.OrthogonalDropout(resnet, members, optimize_masks=False, granularity=granularity)
+    for stage in ensemble.stages():
+        assert stage.phase == "train"
+    save_file(resnet.state_dict(), tmp_path / "plain.safetensors")
+    plures.save(ensemble, tmp_path / "ensemble.safetensors")
+    ratio = (tmp_path / "ensemble.safetensors").stat().st_size / (tmp_path / "plain.safetensors").stat().st_size
+    assert ratio <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_may_be_stored_in_half_precision(tmp_path, dtype: torch.dtype) -> None:
+    ensemble = trained()
+    path = tmp_path / "half.safetensors"
+    plures.save(ensemble, path, dtype=dtype)
+    loaded = plures.load(path, network())
+    for member in range(3):
+        for name, tensor in ensemble.member(member).items():
+            rounded = tensor.to(dtype).to(tensor.dtype) if ensemble.roles[name] == "split" else tensor
+            if ensemble.roles[name] == "shared":
+                rounded = tensor.to(dtype).to(tensor.dtype)
+            assert loaded.member(member)[name].equal(rounded), name
+    with pytest.raises(PluresError, match="dtype=torch.int8"):
+        plures.save(ensemble, path, dtype=torch.int8)
+
+
+def test_some_members_are_read_without_the_others(saved, monkeypatch) -> None:
+    whole = plures.load(saved, network())
+    read: list[str] = []
+    monkeypatch.setattr("plures.storage._checksum", spy(plures.storage._checksum, read))
+    part = plures.load(saved, network, members=[2, 0])
+    assert part(IMAGES).equal(whole(IMAGES)[[0, 2]])
+    assert part.checkout(2)(IMAGES).equal(whole(IMAGES)[2])
+    with safe_open(saved, "pt") as file:
+        of_member_1 = [name for name in file.keys() if name.startswith("member 1/")]  # noqa: SIM118
+        assert len(read) == len(list(file.keys())) - len(of_member_1)
+    for refused in (lambda: part.checkout(1), lambda: list(part.stages()), lambda: plures.save(part, saved)):
+        with pytest.raises(PluresError, match="loaded"):
+            refused()
+    with pytest.raises(PluresError, match="there is no member 7"):
+        plures.load(saved, network(), members=[7])
+
+
+def spy(function, calls: list[str]):
+    def called(*args):
+        calls.append(function.__name__)
+        return function(*args)
+
+    return called
+
+
+def test_loading_leaves_the_given_network_alone(saved) -> None:
+    given = network()
+    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    plures.load(saved, given)
+    assert all(tensor.equal(before[name]) for name, tensor in given.state_dict().items())
+
+
+def test_damaged_copies_are_refused_or_load_to_the_same_outputs(saved, tmp_path) -> None:
+    outputs = plures.load(saved, network())(IMAGES)
+    original = saved.read_bytes()
+    header = 8 + struct.unpack("<Q", original[:8])[0]
+    chance = random.Random(0)
+    copy = tmp_path / "copy.safetensors"
+    refused = 0
+    for attempt in range(240):
+        damaged = bytearray(original)
+        if attempt % 4 == 0:
+            del damaged[chance.randrange(len(original)) :]
+        else:
+            start, stop = [(0, 8), (8, header), (header, len(original))][attempt % 4 - 1]
+            for _ in range(chance.choice([1, 1, 3])):
+                damaged[chance.randrange(start, stop)] ^= 1 << chance.randrange(8)
+        copy.write_bytes(damaged)
+        try:
+            assert plures.load(copy, network())(IMAGES).equal(outputs)
+        except PluresError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 200
+
+
+def rewritten(saved: Path, path: Path, **changes) -> Path:
+    from plures.storage import _digest
+
+    with safe_open(saved, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        document = json.loads(file.metadata()["plures"].partition(" ")[2])
+    text = json.dumps({**document, **changes})
+    save_file(tensors, path, metadata={"plures": f"{_digest(text.encode())} {text}"})
+    return path
+
+
+def test_files_that_are_none_of_ours(saved, tmp_path) -> None:
+    with pytest.raises(PluresError, match="there is no file"):
+        plures.load(tmp_path / "nothing.safetensors", network())
+    plain = tmp_path / "plain.safetensors"
+    save_file(network().state_dict(), plain)
+    with pytest.raises(PluresError, match=r"was not written by plures\.save"):
+        plures.load(plain, network())
+    pickled = tmp_path / "pickled.pt"
+    torch.save(network().state_dict(), pickled)
+    with pytest.raises(PluresError, match="no safetensors file"):
+        plures.load(pickled, network())
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(PluresError, match="damaged or no safetensors file"):
+        plures.load(tmp_path / "empty", network())
+    newer = rewritten(saved, tmp_path / "newer.safetensors", format=99, library="9.0")
+    with pytest.raises(PluresError, match=r"has format 99, written by plures 9\.0"):
+        plures.load(newer, network())
+    unknown = rewritten(saved, tmp_path / "unknown.safetensors", method="Magic")
+    with pytest.raises(PluresError, match="holds a Magic"):
+        plures.load(unknown, network())
+    bent = rewritten(saved, tmp_path / "bent.safetensors", state={})
+    with pytest.raises(PluresError, match="cannot be read as an ensemble"):
+        plures.load(bent, network())
+
+
+def test_another_network_is_refused_with_the_first_differences(saved) -> None:
+    other = network()
+    other[0] = nn.Conv2d(1, 16, 3)
+    with pytest.raises(PluresError, match=r"0\.weight: \[8, 1, 3, 3\] in the file, \[16, 1, 3, 3\] in the network"):
+        plures.load(saved, other)
+    with pytest.raises(PluresError, match=r"absent in the network.*and \d+ more"):
+        plures.load(saved, nn.Linear(3, 3))
+    with pytest.raises(PluresError, match="must be an nn.Module or a function that makes one, not int"):
+        plures.load(saved, lambda: 3)  # type: ignore[arg-type, return-value]
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "ensemble.safetensors"
+    ensemble = trained()
+    plures.save(ensemble, path)
+    before = path.read_bytes()
+
+    def no_room(*_args, **_more) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("plures.storage.save_file", no_room)
+    with pytest.raises(PluresError, match="No space left on device; what was there before is unchanged"):
+        plures.save(ensemble, path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ensemble.safetensors"]
+    with pytest.raises(PluresError, match="there is no folder"):
+        plures.save(ensemble, tmp_path / "missing" / "x.safetensors")
+
+
+def test_equal_ensembles_give_equal_bytes(tmp_path) -> None:
+    plures.save(trained(), tmp_path / "a")
+    plures.save(trained(), tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
