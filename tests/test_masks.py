@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
-from plures.masks import Keep, TopK, largest
+from plures.masks import Keep, TopK, largest, owned_part
 
 
 def setting(seed: int, shape: tuple[int, ...], free_share: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +131,19 @@ def test_masks_under_autocast_and_compile_agree_with_eager(kind: str) -> None:
         half = layer(images)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), layer(images), atol=0.1, rtol=0.1)
+
+
+@given(st.integers(0, 1000), st.sampled_from([torch.contiguous_format, torch.channels_last]), st.booleans())
+@settings(deadline=None)
+def test_a_member_is_cut_out_to_the_bit_in_the_layout_of_the_weight(seed: int, layout, kernels: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(4, 5, 3, 3, generator=generator).to(memory_format=layout)
+    owners = torch.randint(0, 3, (4, 5, 1, 1) if kernels else (4, 5, 3, 3), generator=generator, dtype=torch.uint8)
+    expected = torch.where(owners == 1, weight, 0.0)
+    for given_weight in (weight, weight.clone().requires_grad_()):
+        part = owned_part(given_weight, owners, 1).detach()
+        assert part.view(torch.int32).equal(expected.view(torch.int32)), "a zero may not be negative"
+        assert part.stride() == weight.stride()
 
 
 def test_impossible_choices_are_refused() -> None:

@@ -376,6 +376,8 @@ def test_channels_last_networks_split_the_same_way() -> None:
         images = torch.ones(2, 3, 8, 8).to(memory_format=layout)
         for stage in ensemble.stages():
             train(stage, images, torch.tensor([0, 1]))
+        with torch.no_grad():
+            assert ensemble.checkout(1)(images).equal(ensemble(images)[1])
         return torch.cat([owners.flatten() for owners in ensemble.owners.values()])
 
     same = outputs(torch.contiguous_format) == outputs(torch.channels_last)

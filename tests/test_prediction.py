@@ -6,7 +6,7 @@ from torch import nn
 
 import plures
 from plures import PluresError, Prediction
-from plures.ensemble import chunks
+from plures.predictor import chunks
 
 
 def trained(network: nn.Module, members: int = 3) -> plures.OrthogonalDropout:
@@ -80,8 +80,8 @@ def test_any_batch_size_gives_the_same_answer(ensemble) -> None:
 
 def test_tuples_and_dicts_are_cut_alike() -> None:
     a, b = torch.arange(5), torch.arange(10).reshape(5, 2)
-    assert [len(part[1]) for part in chunks((a, b), 2)] == [2, 2, 1]
-    assert [part["b"].tolist() for part in chunks({"a": a, "b": b, "flag": True}, 4)][1] == [[8, 9]]
+    assert [len(part.args[1]) for part in chunks((a, b), 2)] == [2, 2, 1]
+    assert [part.kwargs["b"].tolist() for part in chunks({"a": a, "b": b, "flag": True}, 4)][1] == [[8, 9]]
 
 
 @pytest.mark.parametrize("mode", [True, False])

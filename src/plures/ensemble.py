@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
-from plures.prediction import Prediction
+from plures.predictor import Predictor, call, logits_of
 from plures.role import own_tensors, tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -106,7 +106,7 @@ class Stage(nn.Module):
         self.committed = True
 
 
-class Ensemble(nn.Module, ABC):
+class Ensemble(Predictor, ABC):
     """Predict with several members at once; trained stage by stage.
 
         for stage in ensemble.stages():
@@ -156,31 +156,6 @@ class Ensemble(nn.Module, ABC):
             if not stage.committed:
                 stage.commit()
 
-    def predict(self, inputs: Any, *, batch_size: int | None = None, abstain_below: float | None = None) -> Prediction:
-        """Predict with all trained members.
-
-            prediction = ensemble.predict(images, abstain_below=0.8)
-            prediction.label, prediction.confidence, prediction.epistemic
-
-        `inputs` is what the network takes: a tensor, a tuple of positional or a dict of named arguments. `batch_size`
-        bounds how many samples are in the network at once. Where confidence lies below `abstain_below` the label is -1.
-        """
-        refuse_nan(inputs)
-        training = self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                logits = torch.cat([call(self, chunk) for chunk in chunks(inputs, batch_size)], dim=1)
-        finally:
-            self.train(training)
-        return Prediction.from_logits(logits, abstain_below)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set `training`, and leave the networks in eval mode: an ensemble is trained through its stages."""
-        super().train(False)
-        self.training = mode
-        return self
-
     def state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors, as JSON values."""
         return {}
@@ -216,63 +191,3 @@ def as_stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """
     weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     return tensor.detach().to(dtype) if dtype is not None and weight else tensor.detach()
-
-
-def call(network: nn.Module, inputs: Any) -> Any:
-    """Call a network on a tensor, a tuple of positional or a dict of named arguments.
-
-    output = call(network, {"pixel_values": images})
-    """
-    if isinstance(inputs, Mapping):
-        return network(**inputs)
-    return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
-
-
-def logits_of(output: Any) -> Tensor:
-    """Take the logits from what a network returned: a tensor, or an object with `.logits` as in transformers.
-
-    logits = logits_of(network(images))
-    """
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise PluresError(f"the network returned {type(output).__name__}; expected a tensor or an object with .logits")
-    return logits
-
-
-def _leaves(inputs: Any) -> list[Any]:
-    if isinstance(inputs, Mapping):
-        return list(inputs.values())
-    return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
-
-
-def refuse_nan(inputs: Any) -> None:
-    """Refuse inputs with NaN, naming the first sample that has one.
-
-    refuse_nan(images)
-    """
-    for tensor in _leaves(inputs):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
-            place = tensor.isnan().nonzero()[0].tolist()
-            raise PluresError(f"the inputs hold NaN, first at {place}: clean the data before predicting")
-
-
-def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
-    """Cut a batch of inputs into batches of at most `size` samples.
-
-    for chunk in chunks({"pixel_values": images}, 32): ...
-    """
-    batched = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
-    if size is None or not batched:
-        yield inputs
-        return
-    if size < 1:
-        raise PluresError(f"batch_size={size}; it must be at least 1")
-    for start in range(0, max(len(batched[0]), 1), size):
-
-        def cut(value: Any, start: int = start) -> Any:
-            return value[start : start + size] if isinstance(value, Tensor) else value
-
-        if isinstance(inputs, Mapping):
-            yield {name: cut(value) for name, value in inputs.items()}
-        else:
-            yield tuple(map(cut, inputs)) if isinstance(inputs, tuple | list) else cut(inputs)

@@ -1,6 +1,6 @@
 """The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,67 @@ def largest(rank: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
     chosen: NDArray[np.bool_] = rank > threshold
     chosen[np.flatnonzero(rank == threshold)[: count - np.count_nonzero(chosen)]] = True
     return chosen
+
+
+def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
+    """Cut one member out of a weight that holds all of them: zero where it is not the owner.
+
+        member_weight = owned_part(weight, owners, member=2)
+
+    The zeros are positive to the bit, and the memory layout is the weight's own: another one would take another kernel,
+    which rounds otherwise.
+    """
+    if not _plain(weight):
+        return weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
+    return _cut(weight, lambda start, stop: owners[start:stop].numpy(), member)
+
+
+class PackedOwners(nn.Module):
+    """Hold the owners of a weight in half a byte each, where there are at most 15 members.
+
+    part = PackedOwners(owners, members=5).owned_part(weight, member=2)
+    """
+
+    packed: Tensor
+
+    def __init__(self, owners: Tensor, members: int) -> None:
+        super().__init__()
+        self.shape = owners.shape
+        self.halves = members <= 15  # a free weight's 255 becomes 15, which is no member either
+        rows = owners.reshape(owners.shape[0], -1)
+        if self.halves:
+            rows = nn.functional.pad(rows & 15, (0, rows.shape[1] % 2))
+            rows = rows[:, ::2] | (rows[:, 1::2] << 4)
+        self.register_buffer("packed", rows.contiguous())
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Unpack the owners of some rows of the weight."""
+        rows = self.packed[start:stop]
+        if self.halves:
+            rows = torch.stack([rows & 15, rows >> 4], dim=2).flatten(1)[:, : self.shape[1:].numel()]
+        return rows.reshape(-1, *self.shape[1:])
+
+    def owned_part(self, weight: Tensor, member: int) -> Tensor:
+        """Cut one member out of a weight, unpacking a few rows at a time."""
+        if not _plain(weight):
+            return weight.clone().masked_fill_(self.rows(0, self.shape[0]) != member, 0.0)
+        return _cut(weight, lambda start, stop: self.rows(start, stop).numpy(), member)
+
+
+def _plain(weight: Tensor) -> bool:
+    ready = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
+    return ready and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled())
+
+
+def _cut(weight: Tensor, owners: Callable[[int, int], NDArray[np.uint8]], member: int) -> Tensor:
+    """Do by bits, a few rows at a time, what a choice by booleans does several times slower and with more memory."""
+    bits = weight.detach().numpy().view(np.int32)
+    part = np.empty_like(bits)
+    step = max(1, 2**16 * len(bits) // bits.size)
+    for start in range(0, len(bits), step):
+        keep = np.negative((owners(start, start + step) == member).astype(np.int32))
+        np.bitwise_and(bits[start : start + step], keep, out=part[start : start + step])
+    return torch.from_numpy(part.view(np.float32))
 
 
 def put_on(network: nn.Module, masks: Mapping[str, nn.Module], first_names: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
-from plures.initial import Moments, moments, restart
+from plures.initial import moments, restart
 from plures.role import tensors
 
 Init = Literal["given", "fresh"]
@@ -110,7 +110,7 @@ class OneStage(Ensemble):
         self.committed = bool(state)
 
 
-def started(network: nn.Module, init: Init, seed: int, known: Moments | None = None) -> nn.Module:
+def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
     """Copy a network as a method shall start from it: with the weights it has, or with fresh ones.
 
     built = started(network, "fresh", seed=0)
@@ -119,6 +119,6 @@ def started(network: nn.Module, init: Init, seed: int, known: Moments | None = N
         raise PluresError(f"init={init!r}; use one of {', '.join(get_args(Init))}")
     result = copy.deepcopy(network)
     if init == "fresh":
-        known = moments(network) if known is None else known
+        known = moments(network)
         restart(result, known, known, seed, "member", 0)
     return result

@@ -1,0 +1,11 @@
+"""`python -m plures` is the command line, too: `accelerate launch -m plures train` needs it."""
+
+import sys
+
+try:
+    from plures.lab.cli import main
+except ModuleNotFoundError as error:  # the laboratory is optional, the library is not
+    sys.exit(f"plures: the command line needs {error.name}: pip install 'plures[lab]'")
+
+if __name__ == "__main__":
+    sys.exit(main())

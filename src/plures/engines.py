@@ -1,0 +1,192 @@
+"""Two ways to predict with a split ensemble: lean, in the memory of one network, and unfolded, at full speed."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plures.masks import PackedOwners, put_on
+from plures.predictor import Arguments, Predictor, call, call_with, logits_of
+from plures.private import Private
+from plures.role import Role, canonical, own_tensors, tensors
+
+if TYPE_CHECKING:
+    from plures.methods.orthogonal_dropout import OrthogonalDropout
+
+Kind = Literal["lean", "unfolded"]
+
+
+class Engine(Predictor, ABC):
+    """Predict with a trained ensemble, faster or in less memory than its own forward.
+
+        engine = ensemble.engine("lean")
+        prediction = engine.predict(images)
+
+    Whole data sets (`predict` with a `batch_size`) go through member by member, so that a member's weights stay near.
+    An engine is made for the members trained at that moment: make another after further training.
+    """
+
+    members: list[int]
+
+    @abstractmethod
+    def run(self, index: int, batches: list[Any]) -> Tensor:
+        """Return the logits of one member for several batches, joined."""
+
+    def join(self, batches: list[Any]) -> Tensor:
+        """Return the logits of several batches, joined along the batch axis: members outside, batches inside."""
+        return torch.stack([self.run(index, batches) for index in range(len(self.members))])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        return self.join([Arguments(args, kwargs)])
+
+
+class Unfolded(Engine):
+    """Predict with each member as a network of its own: k times the memory, nothing to mask.
+
+    engine = ensemble.engine("unfolded")
+    """
+
+    def __init__(self, ensemble: OrthogonalDropout, fold: bool = True) -> None:
+        super().__init__()
+        self.members = ensemble.trained
+        pairs = foldable(ensemble) if fold else {}
+        self.networks = nn.ModuleList()
+        for member in self.members:
+            network = ensemble.checkout(member).requires_grad_(False)
+            scales, private = _fold(ensemble, member, pairs)
+            _remove_norms(network, pairs)
+            for name, tensor in own_tensors(network).items():
+                if name in private:
+                    tensor.copy_(private[name])
+                elif name in scales:
+                    tensor.copy_(tensor * scales[name])
+            self.networks.append(network)
+        self.eval()
+
+    def run(self, index: int, batches: list[Any]) -> Tensor:
+        """Return the logits of one member for several batches, joined."""
+        return torch.cat([logits_of(call(self.networks[index], batch)) for batch in batches])
+
+
+class Lean(Engine):
+    """Predict in little more than the memory of one network: each layer is masked when it runs.
+
+        engine = ensemble.engine("lean")
+        del ensemble  # the engine keeps the weights, and packs their owners closer
+
+    The same bits come out as of `Unfolded`.
+    """
+
+    def __init__(self, ensemble: OrthogonalDropout, fold: bool = True) -> None:
+        super().__init__()
+        self.members = ensemble.trained
+        pairs = foldable(ensemble) if fold else {}
+        folded = [_fold(ensemble, member, pairs) for member in self.members]
+        # A copy of the structure, around the same tensors.
+        same = {id(tensor): tensor for tensor in tensors(ensemble.network).values()}
+        self.network = copy.deepcopy(ensemble.network, same)
+        first_names = canonical(self.network)
+        _remove_norms(self.network, pairs)
+        self.private = Private(folded[0][1], len(folded))
+        for index, (_, private) in enumerate(folded):
+            self.private.write(index, private)
+        self._masks = {}
+        for name, owners in ensemble.owners.items():
+            scales = [scales[name] for scales, _ in folded if name in scales]
+            self._masks[name] = _Owned(PackedOwners(owners, ensemble.members), self.members, scales)
+        put_on(self.network, self._masks, first_names)
+        self.eval()
+
+    def run(self, index: int, batches: list[Any]) -> Tensor:
+        """Return the logits of one member for several batches, joined."""
+        for mask in self._masks.values():
+            mask.index = index
+        private = self.private.rows(index)
+        return torch.cat([logits_of(call_with(self.network, private, batch)) for batch in batches])
+
+
+class _Owned(nn.Module):
+    """A mask that cuts out whichever member runs, and scales it as the folded norm layer would."""
+
+    scales: Tensor | None
+
+    def __init__(self, owners: PackedOwners, members: list[int], scales: list[Tensor]) -> None:
+        super().__init__()
+        self.owners = owners
+        self.members = members
+        self.register_buffer("scales", torch.stack(scales) if scales else None)
+        self.index = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        part = self.owners.owned_part(weight, self.members[self.index])
+        return part if self.scales is None else part.mul_(self.scales[self.index])
+
+
+def foldable(ensemble: OrthogonalDropout) -> dict[str, str]:
+    """Find the convolutions whose output goes to one batch norm and nowhere else: name of the one -> of the other.
+
+        >>> foldable(plures.OrthogonalDropout(resnet18(classes=10)))["conv1"]
+        'bn1'
+
+    A network that torch.fx cannot trace has none.
+    """
+    network = ensemble.network
+    try:
+        nodes = list(fx.Tracer().trace(network).nodes)
+    except Exception:  # tracing runs the network's own code, which may raise anything
+        return {}
+    modules = dict(network.named_modules())
+    called = [node.target for node in nodes if node.op == "call_module"]
+    names = list(canonical(network).values())
+    pairs = {}
+    for node in nodes:
+        following = list(node.users)
+        if node.op != "call_module" or len(following) != 1 or following[0].op != "call_module":
+            continue
+        convolution, norm = node.target, following[0].target
+        weight = f"{convolution}.weight"
+        if (
+            isinstance(modules[convolution], nn.Conv1d | nn.Conv2d | nn.Conv3d)
+            and isinstance(modules[norm], _BatchNorm)
+            and modules[norm].running_mean is not None
+            and called.count(convolution) == called.count(norm) == names.count(weight) == 1
+            and ensemble.roles[weight] is not Role.SHARED
+        ):
+            pairs[convolution] = norm
+    return pairs
+
+
+def _fold(
+    ensemble: OrthogonalDropout, member: int, pairs: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Give the factor of each convolution that takes its norm layer in, and the private tensors that remain."""
+    values = {name: t.detach() for name, t in (own_tensors(ensemble.network) | ensemble.private.rows(member)).items()}
+    private = {name: values[name] for name in ensemble.private.rows(member)}
+    scales = {}
+    for convolution, norm in pairs.items():
+        layer = cast(_BatchNorm, ensemble.network.get_submodule(norm))
+        mean, variance = values[f"{norm}.running_mean"], values[f"{norm}.running_var"]
+        scale = torch.rsqrt(variance + layer.eps) * values.get(f"{norm}.weight", torch.ones_like(mean))
+        bias = values.get(f"{convolution}.bias", torch.zeros_like(mean))
+        shift = values.get(f"{norm}.bias", torch.zeros_like(mean))
+        private = {name: tensor for name, tensor in private.items() if name.rpartition(".")[0] != norm}
+        private[f"{convolution}.bias"] = (bias - mean) * scale + shift
+        scales[f"{convolution}.weight"] = scale.reshape(-1, *[1] * (values[f"{convolution}.weight"].dim() - 1))
+        if f"{convolution}.weight" in private:
+            private[f"{convolution}.weight"] = private[f"{convolution}.weight"] * scales[f"{convolution}.weight"]
+    return scales, private
+
+
+def _remove_norms(network: nn.Module, pairs: Mapping[str, str]) -> None:
+    for name, norm in pairs.items():
+        convolution = cast(nn.Conv2d, network.get_submodule(name))
+        if convolution.bias is None:
+            convolution.bias = nn.Parameter(convolution.weight.detach().new_zeros(convolution.out_channels), False)
+        network.set_submodule(norm, nn.Identity())

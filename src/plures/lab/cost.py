@@ -1,0 +1,91 @@
+"""How long a recipe takes on this machine, from a few steps on random images: before anybody waits."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plures.ensemble import Stage
+from plures.lab.recipes import Recipe
+from plures.lab.run import device_for, network_for
+from plures.methods.orthogonal_dropout import OrthogonalDropout
+
+PROBE = 8  # images of the first, small step
+PATIENCE = 1.0  # seconds: a step that takes longer is computed from the small one
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one must know of data to know what training on them costs.
+
+    Shape(images=50_000, size=32, channels=3, classes=10)
+    """
+
+    images: int
+    size: int
+    channels: int
+    classes: int
+
+
+# The data of the recipes; sizes are those of the data where the recipe gives none.
+SHAPES = {
+    "digits": Shape(images=1_347, size=8, channels=1, classes=10),
+    "cifar10": Shape(images=50_000, size=32, channels=3, classes=10),
+    "cifar100": Shape(images=50_000, size=32, channels=3, classes=100),
+    "cub200": Shape(images=5_994, size=224, channels=3, classes=200),
+    "cub200-30": Shape(images=900, size=64, channels=3, classes=30),
+    "tiny-imagenet": Shape(images=100_000, size=64, channels=3, classes=200),
+    "tiny-imagenet-20": Shape(images=10_000, size=64, channels=3, classes=20),
+}
+
+
+def estimate(recipe: Recipe) -> float | None:
+    """Estimate the seconds that orthogonal dropout takes here; None where the data are not known by name.
+
+    estimate(get_recipe("cifar10-cpu"))
+    """
+    shape = SHAPES.get(recipe.data)
+    if shape is None:
+        return None
+    size = recipe.size or shape.size
+    network = network_for(recipe, shape.classes, shape.channels, size)
+    ensemble = OrthogonalDropout(network, members=recipe.members).to(device_for())
+    plan = ensemble.plan()
+    epochs = sum(recipe.epochs.of(step.phase) for step in plan)
+    images = min(shape.images, recipe.limit or shape.images)
+    images -= round(recipe.validation * images) if recipe.validation < 1 else int(recipe.validation)
+    batches = images / recipe.batch_size
+    return epochs * batches * _seconds_per_step(ensemble.open(plan[0]), recipe, shape.channels, size)
+
+
+def _seconds_per_step(stage: Stage, recipe: Recipe, channels: int, size: int) -> float:
+    optimizer = torch.optim.SGD(stage.parameter_groups(), lr=0.0)
+
+    def step(batch: int) -> float:
+        images = torch.randn(batch, channels, size, size, device=device_for())
+        targets = torch.zeros(batch, dtype=torch.long, device=images.device)
+        _finish(images)
+        started = time.perf_counter()
+        dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision]
+        with torch.autocast(images.device.type, dtype, enabled=recipe.precision != "no"):
+            loss = stage(images.contiguous(memory_format=torch.channels_last), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _finish(images)
+        return time.perf_counter() - started
+
+    probe = min(PROBE, recipe.batch_size)
+    step(probe)  # the first step also allocates and compiles
+    full = step(probe) * recipe.batch_size / probe
+    if full < PATIENCE:
+        full = min(step(recipe.batch_size) for _ in range(REPEATS))
+    return full
+
+
+def _finish(tensor: Tensor) -> None:
+    """Wait until the device has done its work: it only queues what it is asked."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize()

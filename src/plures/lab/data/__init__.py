@@ -1,0 +1,16 @@
+"""Image sets under one small interface.
+
+from plures.lab.data import Augment, batches, open_data
+
+data = open_data("cifar10", data_dir="data", size=16)
+for images, labels in batches(data.train, 128, seed=0, epoch=3, augment=Augment(crop=2, flip=True)):
+    ...
+"""
+
+from plures.lab.data.augment import Augment
+from plures.lab.data.dataset import Data, open_data
+from plures.lab.data.loader import batches, steps
+from plures.lab.data.pictures import read_image
+from plures.lab.data.split import DataInfo, Split
+
+__all__ = ["Augment", "Data", "DataInfo", "Split", "batches", "open_data", "read_image", "steps"]

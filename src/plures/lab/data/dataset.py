@@ -1,0 +1,189 @@
+"""Open a data set by its name."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from plures.errors import PluresError
+from plures.lab.data.cache import CachedSplit, Survey, open_cache, survey
+from plures.lab.data.selection import Rows, balanced, stratified
+from plures.lab.data.sources import find_source
+from plures.lab.data.split import DataInfo, Split
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A data set, ready to train on.
+
+        data = open_data("cifar10", data_dir="data")
+        data.train, data.validation, data.test           # each a Split: .images, .labels, len()
+        data.classes, data.channels, data.size, data.mean, data.std
+
+    A split that the data do not have is empty: some sets can only be trained on, others only be evaluated. The
+    fingerprint is a hash of all images and labels, of their preparation and of the choice of rows.
+    """
+
+    info: DataInfo
+    train: Split
+    validation: Split
+    test: Split
+    fingerprint: str
+
+    @property
+    def classes(self) -> list[str]:
+        """The class names; a label is an index into them."""
+        return list(self.info.classes)
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return self.info.channels
+
+    @property
+    def size(self) -> int:
+        """Pixels per side of the images that a network sees."""
+        return self.info.size
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the training pixels per channel, where white is 1."""
+        return torch.tensor(self.info.mean)
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of the training pixels per channel, where white is 1."""
+        return torch.tensor(self.info.std)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width].
+
+        inputs = data.normalise(torch.from_numpy(data.test.images[:8]))
+        """
+        return self.info.normalise(images)
+
+
+def open_data(
+    name: str = "digits",
+    *,
+    data_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+    validation: float = 0.1,
+    size: int | None = None,
+    cache_size: int | None = None,
+    limit: int | None = None,
+    like: DataInfo | None = None,
+) -> Data:
+    """Open a data set, decoding it into the cache the first time.
+
+        data = open_data("cifar10", data_dir="data", size=16, limit=10_000)
+        birds = open_data("birds", data_dir="data", size=64, cache_size=73)     # room for random crops
+        unfamiliar = open_data("svhn", data_dir="data", like=data.info)         # prepared as for a network of `data`
+
+    `name` is a built-in name, a folder below `data_dir` (or PLURES_DATA), a path to a folder or .parquet file, or a hub
+    id. `limit` keeps at most so many training images, equally many of each class; from these, `validation` (below 1 a
+    fraction, otherwise a number) is carved, class by class. Both follow `seed`, and test images are never touched; data
+    that bring validation images beside their test images keep those. `size` brings all images to size x size.
+    """
+    cache = Path(cache_dir or os.environ.get("PLURES_CACHE") or "~/.cache/plures").expanduser()
+    folder = data_dir or os.environ.get("PLURES_DATA")
+    source = find_source(name, Path(folder).expanduser() if folder else None)
+    seen = survey(source, cache)
+    size, cache_size, resize = _sizes(name, seen, size, cache_size, like)
+    channels = like.channels if like else 1 if seen.grey else 3
+    cached = open_cache(source, seen, cache, cache_size, channels)
+
+    nothing = _empty(cache_size, channels)
+    train = cached.get("train", nothing)
+    own_validation = cached.get("validation")
+    train_rows, rows = _choose(name, train.labels, limit, 0 if own_validation else validation, seed)
+    mean, std = (like.mean, like.std) if like else _mean_and_std(train.moments[train_rows], cache_size)
+    info = DataInfo(name, seen.classes, channels, size, cache_size, resize, mean, std)
+    return Data(
+        info=info,
+        train=_split("train", info, train, train_rows),
+        validation=_split("validation", info, own_validation)
+        if own_validation
+        else _split("validation", info, train, rows),
+        test=_split("test", info, cached.get("test", nothing)),
+        fingerprint=_fingerprint(f"{seen.content} {size} {cache_size} {channels}", train_rows, rows),
+    )
+
+
+def _sizes(
+    name: str, seen: Survey, size: int | None, cache_size: int | None, like: DataInfo | None
+) -> tuple[int, int, bool]:
+    """Return the pixels per side for the network and in the cache, and whether other sizes are brought to them."""
+    if like is not None:
+        if size is not None or cache_size is not None:
+            raise PluresError("open_data takes a size or like=info, which has one already, but both were given.")
+        return like.size, like.cache_size, True
+    if size is None:
+        if cache_size is not None:
+            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side that the network sees.")
+        if seen.shortest != seen.longest:
+            raise PluresError(
+                f"The pictures of {name} are not all square and of one size (their sides have {seen.shortest} to "
+                f"{seen.longest} pixels): give a size, such as size={min(seen.shortest, 64)}."
+            )
+        return seen.shortest, seen.shortest, False
+    if size < 1 or (cache_size is not None and cache_size < size):
+        raise PluresError(
+            f"size must be at least 1 and cache_size at least size, but they are {size} and {cache_size}."
+        )
+    return size, cache_size or size, True
+
+
+def _choose(name: str, labels: Rows, limit: int | None, validation: float, seed: int) -> tuple[Rows, Rows]:
+    """Return the rows to train on and the rows to validate on."""
+    kept = np.arange(len(labels), dtype=np.int64)
+    if limit is not None:
+        if limit < 1:
+            raise PluresError(f"limit must be at least 1, but is {limit}.")
+        kept = balanced(labels, limit, seed)
+    count = round(validation * len(kept)) if validation < 1 else int(validation)
+    if count < 0 or (count and count >= len(kept) > 0):
+        raise PluresError(
+            f"validation={validation} cannot be carved from the {len(kept)} training images of {name}: "
+            "give a fraction between 0 and 1 or a smaller number."
+        )
+    held_out = stratified(labels[kept], count, seed)
+    return np.delete(kept, held_out), kept[held_out]
+
+
+def _mean_and_std(moments: npt.NDArray[np.int64], side: int) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation per channel, from sums of whole numbers: exact in any order."""
+    if not len(moments):
+        return [], []
+    pixels = len(moments) * side * side
+    sums, squares = moments.sum(0).astype(np.float64)
+    mean = sums / pixels
+    # A channel that never changes is only shifted.
+    std = np.sqrt(np.maximum(squares / pixels - mean**2, 0))
+    return (mean / 255).tolist(), (np.where(std > 0, std, 255) / 255).tolist()
+
+
+def _split(name: str, info: DataInfo, cached: CachedSplit, rows: Rows | None = None) -> Split:
+    rows = np.arange(len(cached.labels), dtype=np.int64) if rows is None else rows
+    return Split(name, info, cached.images, rows, cached.labels[rows])
+
+
+def _empty(size: int, channels: int) -> CachedSplit:
+    return CachedSplit(
+        images=np.empty((0, size, size, channels), np.uint8),
+        labels=np.empty(0, np.int64),
+        moments=np.empty((0, 2, channels), np.int64),
+    )
+
+
+def _fingerprint(preparation: str, *choices: Rows) -> str:
+    digest = hashlib.sha256(preparation.encode())
+    for rows in choices:
+        digest.update(f" {len(rows)} ".encode() + rows.astype("<i8").tobytes())
+    return digest.hexdigest()[:32]

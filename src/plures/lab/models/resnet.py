@@ -1,0 +1,153 @@
+"""Residual networks (He et al., 2016).
+
+Modules and tensors have the names that torchvision gives them, so that its weights can be loaded.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from plures.lab.models.blocks import Stem, check_sizes, kaiming_init, stem_layers
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut.
+
+        BasicBlock(inputs=64, width=128, stride=2)
+
+    `between` stands before conv2 and does nothing: it is a place for a dropout layer.
+    """
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.between = nn.Identity()
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _shortcut(inputs, width, stride)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the convolved images to the shortcut."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(self.between(out)))
+        return self.relu(out + self.downsample(x))  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the result is four times as wide as the middle.
+
+        Bottleneck(inputs=256, width=64, stride=1)
+
+    `between` stands before conv2 and does nothing: it is a place for a dropout layer.
+    """
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.between = nn.Identity()
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the convolved images to the shortcut."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(self.between(out))))
+        out = self.bn3(self.conv3(out))
+        return self.relu(out + self.downsample(x))  # type: ignore[no-any-return]
+
+
+class ResNet(nn.Module):
+    """A stem, stages of residual blocks that halve the image and double the width, mean pooling and a classifier.
+
+    ResNet(BasicBlock, blocks=[2, 2, 2, 2], classes=10, channels=3, width=64, stem="cifar")
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        blocks: Sequence[int],
+        classes: int,
+        channels: int,
+        width: int,
+        stem: Stem,
+    ) -> None:
+        super().__init__()
+        check_sizes(classes=classes, channels=channels, width=width)
+        self.conv1, self.maxpool = stem_layers(stem, channels, width)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        inputs = width
+        self.stages = [f"layer{number}" for number in range(1, len(blocks) + 1)]
+        for index, (stage, count) in enumerate(zip(self.stages, blocks, strict=True)):
+            layers = []
+            for position in range(count):
+                stride = 2 if index > 0 and position == 0 else 1
+                layers.append(block(inputs, width << index, stride))
+                inputs = (width << index) * block.expansion
+            self.add_module(stage, nn.Sequential(*layers))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, classes)
+        kaiming_init(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits [batch, classes]."""
+        out = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        for stage in self.stages:
+            out = self.get_submodule(stage)(out)
+        return self.fc(self.avgpool(out).flatten(1))  # type: ignore[no-any-return]
+
+
+def resnet8(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
+    """Make the smallest CIFAR ResNet: three stages of one block.
+
+        network = resnet8(classes=10, channels=1, width=8)
+
+    78,042 parameters for 10 classes.
+    """
+    return ResNet(BasicBlock, [1, 1, 1], classes, channels, width, stem)
+
+
+def resnet20(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
+    """Make the CIFAR ResNet of 20 layers: three stages of three blocks.
+
+        network = resnet20(classes=10)
+
+    272,474 parameters for 10 classes: 2,752 more than in the paper (269,722), because shortcuts that change the width
+    are 1x1 convolutions with batch norm (the paper's option B), as in all other networks here, not padding (option A).
+    """
+    return ResNet(BasicBlock, [3, 3, 3], classes, channels, width, stem)
+
+
+def resnet18(classes: int, channels: int = 3, width: int = 64, stem: Stem = "cifar") -> ResNet:
+    """Make a ResNet of 18 layers: four stages of two blocks.
+
+    network = resnet18(classes=10)             # 11,173,962 parameters
+    network = resnet18(classes=10, width=16)   # quarter width, a sixteenth of the weights
+    """
+    return ResNet(BasicBlock, [2, 2, 2, 2], classes, channels, width, stem)
+
+
+def resnet50(classes: int, channels: int = 3, width: int = 64, stem: Stem = "imagenet") -> ResNet:
+    """Make a ResNet of 50 layers: four stages of bottleneck blocks.
+
+    network = resnet50(classes=200)   # 23,508,032 parameters and the classifier
+    """
+    return ResNet(Bottleneck, [3, 4, 6, 3], classes, channels, width, stem)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    if inputs == outputs and stride == 1:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))

@@ -1,0 +1,312 @@
+"""Recipes: every number of an experiment, in one place, with its reason.
+
+This module does not import torch, so that the command line lists recipes at once.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, Self
+
+from plures.errors import PluresError
+
+# Methods whose members share one set of weights learn slowly: the paper gives them 500 epochs where others have 200.
+SLOW_METHODS = ("BatchEnsemble", "Masksembles")
+SLOW_FACTOR = 2.5
+MIMO_MEMBERS = 2  # the paper gives MIMO two members on ResNets: they have no capacity for more
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How long each kind of stage trains.
+
+        Epochs(pretrain=200, prune=20, finetune=200, train=200).of("prune")
+
+    A method uses the phases that it has: orthogonal dropout the first three, most others only `train`.
+    """
+
+    pretrain: int = 200
+    prune: int = 20
+    finetune: int = 200
+    train: int = 200
+
+    def __post_init__(self) -> None:
+        for phase, epochs in asdict(self).items():
+            if epochs < 0:
+                raise PluresError(f"epochs.{phase} is {epochs}; it must be zero or more")
+
+    def of(self, phase: str) -> int:
+        """Return the epochs of one phase."""
+        known = asdict(self)
+        if phase not in known:
+            raise PluresError(f"a recipe has no epochs for the phase {phase!r}; it knows {', '.join(known)}")
+        return int(known[phase])
+
+    def times(self, factor: float) -> "Epochs":
+        """Return all epochs multiplied, rounded to whole ones."""
+        return Epochs(**{phase: round(epochs * factor) for phase, epochs in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All numbers of an experiment: data, network, members and training.
+
+        recipe = get_recipe("cifar10-cpu")
+        longer = dataclasses.replace(recipe, epochs=Epochs(pretrain=60, prune=6, finetune=60, train=60))
+        plures.fit(ensemble, data, longer)
+
+    `milestones` are fractions of a stage, so that they hold for stages of any length. `batch_size` counts the images
+    of all processes together: a recipe means the same on one device and on many.
+    """
+
+    about: str = ""  # one line for people; not part of the experiment
+
+    data: str = "digits"  # a built-in name, a folder below the data directory, or a hub id
+    size: int | None = None  # pixels per side that the network sees; None: as the images are
+    cache_size: int | None = None  # pixels per side that are kept; larger than size leaves room for random crops
+    limit: int | None = None  # take at most so many training images, equally many of each class
+    validation: float = 0.1  # held out from these: below 1 a fraction, otherwise a number of images
+
+    model: str = "resnet18"  # a built-in name or module:function
+    width: int | None = None  # channels of the first layer; None: the model's own
+    stem: Literal["cifar", "imagenet"] = "cifar"  # for small images, or for photographs (divides the sides by four)
+
+    members: int = 5
+    epochs: Epochs = field(default_factory=Epochs)
+    batch_size: int = 128
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: float = 0.1
+    momentum: float = 0.9  # of sgd
+    nesterov: bool = False
+    weight_decay: float = 1e-4
+    schedule: Literal["step", "cosine", "one-cycle"] = "step"
+    milestones: tuple[float, ...] = (0.5, 0.75)  # where the step schedule multiplies the rate by gamma
+    gamma: float = 0.1
+    warmup: float = 0.0  # epochs in which the rate rises from zero, at the start of every stage
+    label_smoothing: float = 0.0
+    clip: float | None = None  # largest norm of the gradient
+    precision: Literal["no", "bf16", "fp16"] = "no"  # mixed precision
+
+    crop: int = 0  # pad with so many pixels and cut out at random
+    flip: bool = False  # mirror half of the images left to right
+    resized_crop: tuple[float, float] | None = None  # cut out a random fraction of the area and resize it
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [
+            (name, getattr(self, name), accepted) for name, accepted, holds in _rules(self) if not holds
+        ]  # fmt: skip
+        if wrong:
+            raise PluresError(
+                "; ".join(f"{name} is {value}, but must be {accepted}" for name, value, accepted in wrong)
+            )
+
+    def for_method(self, method: str) -> Self:
+        """Return the recipe as the paper uses it for one method, by class name.
+
+            get_recipe("cifar10").for_method("BatchEnsemble").epochs.train  # 500
+
+        BatchEnsemble and Masksembles train 2.5 times as long; MIMO has two members. Apply it before own changes.
+        """
+        if method in SLOW_METHODS:
+            return replace(self, epochs=self.epochs.times(SLOW_FACTOR))
+        if method == "MIMO":
+            return replace(self, members=MIMO_MEMBERS)
+        return self
+
+    def as_json(self) -> dict[str, Any]:
+        """Give everything that decides about the result as JSON values.
+
+        json.dumps(recipe.as_json())
+        """
+        values = asdict(self)
+        del values["about"]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Make the recipe that `as_json` described.
+
+        recipe = Recipe.from_json(json.loads(text))
+        """
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise PluresError(f"a recipe has no {', '.join(unknown)}: it was written by another version of plures")
+        tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**{**tuples, "epochs": Epochs(**values["epochs"])} if "epochs" in values else tuples)
+
+
+def get_recipe(name: str) -> Recipe:
+    """Find a recipe by its name; an unknown one is answered with the nearest.
+
+    recipe = get_recipe("cifar10-cpu")
+    """
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise PluresError(f"there is no recipe {name!r}: accepted are {', '.join(RECIPES)}{hint}")
+    return RECIPES[name]
+
+
+def _rules(recipe: Recipe) -> list[tuple[str, str, bool]]:
+    return [
+        ("members", "at least 1", recipe.members >= 1),
+        ("batch_size", "at least 1", recipe.batch_size >= 1),
+        ("learning_rate", "above 0", recipe.learning_rate > 0),
+        ("momentum", "at least 0 and below 1", 0 <= recipe.momentum < 1),
+        ("nesterov", "False without momentum", not recipe.nesterov or recipe.momentum > 0),
+        ("weight_decay", "at least 0", recipe.weight_decay >= 0),
+        ("milestones", "rising fractions of a stage, between 0 and 1", _rising(recipe.milestones)),
+        ("gamma", "above 0", recipe.gamma > 0),
+        ("warmup", "at least 0", recipe.warmup >= 0),
+        ("label_smoothing", "at least 0 and below 1", 0 <= recipe.label_smoothing < 1),
+        ("clip", "above 0 or None", recipe.clip is None or recipe.clip > 0),
+        ("seed", "at least 0", recipe.seed >= 0),
+    ]
+
+
+def _rising(fractions: tuple[float, ...]) -> bool:
+    return all(0 < one < 1 for one in fractions) and list(fractions) == sorted(set(fractions))
+
+
+# Embedded data, for a first try: orthogonal dropout with five members in about a minute.
+DIGITS = Recipe(
+    about="8-pixel digits from scikit-learn, ResNet8: a first try in about a minute",
+    data="digits",
+    validation=0.1,  # 135 of 1,347: enough to see that training works
+    model="resnet8",
+    width=16,
+    epochs=Epochs(pretrain=20, prune=2, finetune=20, train=20),  # 10 : 1 : 10, as in the paper
+    batch_size=64,  # 19 steps an epoch: 128 would leave too few
+    learning_rate=0.1,
+    nesterov=True,
+    weight_decay=5e-4,
+    schedule="cosine",  # short training ends best at a rate of zero
+    crop=1,  # an eighth of the side, as 4 of 32; digits must not be mirrored
+    precision="no",  # convolutions this small gain nothing from bf16
+)
+
+# The paper: SGD as for ResNets on CIFAR (He et al., 2016): rate 0.1 with two drops, batch 128, crop 4 and flip.
+CIFAR10 = Recipe(
+    about="CIFAR10, ResNet18, the paper's settings: for a GPU",
+    data="cifar10",
+    validation=1000,  # enough to fit one temperature; the paper holds out nothing, so keep it small
+    model="resnet18",
+    epochs=Epochs(pretrain=200, prune=20, finetune=200, train=200),
+    batch_size=128,
+    learning_rate=0.1,
+    momentum=0.9,
+    nesterov=False,  # plain momentum in the ResNet paper
+    weight_decay=1e-4,
+    schedule="step",
+    milestones=(0.5, 0.75),
+    gamma=0.1,
+    crop=4,
+    flip=True,
+    precision="no",  # as published; bf16 is about twice as fast on recent GPUs
+)
+CIFAR100 = replace(CIFAR10, about="CIFAR100, ResNet18, the paper's settings: for a GPU", data="cifar100")
+TINY_IMAGENET = replace(
+    CIFAR10,
+    about="Tiny-ImageNet, ResNet50, the paper's settings: for a GPU",
+    data="tiny-imagenet",
+    size=64,
+    validation=2000,  # ten images of each class
+    model="resnet50",
+    stem="cifar",  # dividing 64 pixels by four at once would leave the last stage two
+)
+CUB200 = replace(
+    CIFAR10,
+    about="CUB200 birds from scratch, ResNet50, the paper's settings: for a GPU",
+    data="cub200",
+    size=224,  # the paper gives no size: 224 of 256 pixels is what ResNet50 was made for
+    cache_size=256,
+    validation=400,  # two images of each class, of 5,994
+    model="resnet50",
+    stem="imagenet",
+    crop=0,  # the larger cache already leaves 32 pixels to shift
+)
+
+# Wide ResNets as in the MIMO paper (Havasi et al., 2021), whose figures the paper takes over.
+CIFAR10_WRN = replace(
+    CIFAR10,
+    about="CIFAR10, WideResNet28-10, settings of the MIMO paper: for several GPUs",
+    model="wide_resnet28_10",
+    epochs=Epochs(pretrain=250, prune=25, finetune=250, train=250),
+    nesterov=True,
+    weight_decay=6e-4,  # their L2 of 3e-4 has no factor 1/2 in the loss, which doubles its gradient
+    milestones=(0.4, 0.8, 0.9),  # epochs 100, 200 and 225 of 250
+    gamma=0.2,
+    warmup=1.0,
+)
+CIFAR100_WRN = replace(
+    CIFAR10_WRN, about="CIFAR100, WideResNet28-10, settings of the MIMO paper: for several GPUs", data="cifar100"
+)
+
+# Honest small versions for two cores: a quarter of the width, few images, few epochs, the proportions 10 : 1 : 10 kept.
+# Few images for the size of the network, so that a single network overfits as it does in the paper.
+CIFAR10_CPU = Recipe(
+    about="CIFAR10, 10,000 images at 16 pixels, ResNet18 at quarter width: for two cores",
+    data="cifar10",
+    size=16,  # four pixels averaged into one: a quarter of the work
+    limit=11_000,  # 10,000 to train on after validation
+    validation=1000,
+    model="resnet18",
+    width=16,  # a sixteenth of the weights
+    epochs=Epochs(pretrain=30, prune=3, finetune=30, train=30),
+    batch_size=128,
+    learning_rate=0.1,
+    nesterov=True,
+    weight_decay=5e-4,  # short training needs the stronger pull; 5e-4 is usual with cosine
+    schedule="cosine",  # two drops need more epochs than 30 to pay off
+    crop=2,  # an eighth of the side, as 4 of 32
+    flip=True,
+    precision="bf16",  # nearly twice as fast on processors that multiply in it
+)
+CIFAR100_CPU = replace(
+    CIFAR10_CPU,
+    about="CIFAR100, 10,000 images at 16 pixels, ResNet18 at quarter width: for two cores",
+    data="cifar100",
+)
+TINY_IMAGENET_CPU = replace(
+    CIFAR10_CPU,
+    about="20 classes of Tiny-ImageNet at 64 pixels, ResNet18 at quarter width: for two cores",
+    data="tiny-imagenet-20",
+    size=64,
+    limit=None,  # 9,500 remain to train on
+    validation=500,
+    stem="imagenet",  # 64 pixels at the price of 16
+    epochs=Epochs(
+        pretrain=20, prune=2, finetune=20, train=20
+    ),  # more images of more pixels: 20 keep it under 25 minutes
+    crop=8,  # an eighth of the side
+)
+CUB200_CPU = replace(
+    CIFAR10_CPU,
+    about="30 birds of CUB200, 64-pixel photographs, ResNet18 at quarter width: for two cores",
+    data="cub200-30",
+    size=64,
+    cache_size=72,  # an eighth of the side to shift
+    limit=None,
+    validation=60,  # two images of each class, of 900
+    stem="imagenet",
+    epochs=Epochs(pretrain=100, prune=10, finetune=100, train=100),  # 840 images make short epochs
+    batch_size=32,  # 27 steps an epoch: 128 would leave seven
+    learning_rate=0.05,  # lower, as the batch is smaller
+    crop=0,  # the larger cache already leaves room
+)
+
+RECIPES: dict[str, Recipe] = {
+    "digits": DIGITS,
+    "cifar10": CIFAR10,
+    "cifar100": CIFAR100,
+    "cub200": CUB200,
+    "tiny-imagenet": TINY_IMAGENET,
+    "cifar10-wrn": CIFAR10_WRN,
+    "cifar100-wrn": CIFAR100_WRN,
+    "cifar10-cpu": CIFAR10_CPU,
+    "cifar100-cpu": CIFAR100_CPU,
+    "tiny-imagenet-cpu": TINY_IMAGENET_CPU,
+    "cub200-cpu": CUB200_CPU,
+}

@@ -1,0 +1,190 @@
+"""Tables for people: what the command line prints when nobody asked for JSON."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plures.lab.recipes import Recipe
+
+if TYPE_CHECKING:  # a list of recipes needs no torch
+    from plures.lab.predict import Answer
+
+UNKNOWN = "-"
+WIDE = 400  # where nobody looks at a screen, lines are not broken
+SHOWN = 10  # members whose values are listed one by one
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines: plain text, without control codes and line breaks, where no terminal listens.
+
+    show(scores_table("digits", found), "in runs/digits")
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    for part in parts:
+        console.print(Text(part) if isinstance(part, str) else part)
+    console.print()
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = ()) -> Table:
+    """Make a table: the columns named in `words` are text, the others figures, aligned to the right.
+
+    show(table("shift", ["corruption", "accuracy"], [["blur", "91.2 %"]], words=["corruption"]))
+    """
+    made = Table(
+        title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for column in columns:
+        made.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))  # Text: a file called [red].png is no markup
+    return made
+
+
+def percent(value: float | None) -> str:
+    """
+    >>> percent(0.9512)
+    '95.1 %'
+
+    Write a fraction for people.
+    """
+    return UNKNOWN if value is None else f"{100 * value:.1f} %"
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """
+    >>> figure(0.15678)
+    '0.157'
+
+    Write a number for people.
+    """
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def roughly(seconds: float | None) -> str:
+    """
+    >>> roughly(4000)
+    '1.1 hours'
+
+    Write an estimated time span for people.
+    """
+    if seconds is None:
+        return UNKNOWN
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= length:
+            amount = seconds / length
+            return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def scores_table(title: str, found: Mapping[str, Any]) -> Table:
+    """Show the metrics of one ensemble, one per line.
+
+    show(scores_table("runs/digits", evaluate(ensemble, data)))
+    """
+    rows = [
+        ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
+        ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
+        ["Brier", figure(found["brier"]), "squared distance to the truth, 0 to 2"],
+        ["ECE", figure(found["ece"], 4), "gap between confidence and accuracy"],
+        ["calibrated NLL", figure(found["calibrated_nll"]), _temperature(found["temperature"])],
+        ["AURC", figure(found["aurc"], 4), "error rate when the least confident are left out, averaged"],
+        ["member accuracy", percent(found["mean_member_accuracy"]), _each(found["member_accuracies"])],
+        ["agreement", figure(found["agreement"]), "1: members fail together; 0: independently"],
+    ]
+    return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
+
+
+def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Show what corruptions cost.
+
+    show(shift_table(evaluate_shift(ensemble, data)))
+    """
+    lines = [
+        [row["corruption"], f"{row['strength']:g}", percent(row["accuracy"]), figure(row["nll"]), figure(row["ece"], 4)]
+        for row in rows
+    ]
+    return table("under shift", ["corruption", "strength", "accuracy", "NLL", "ECE"], lines, words=["corruption"])
+
+
+def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
+    """Show how well uncertainty finds unfamiliar images.
+
+    show(ood_table("svhn", evaluate_ood(ensemble, data, unfamiliar)))
+    """
+    lines = [[row["score"], percent(row["auroc"]), percent(row["aupr"]), percent(row["fpr95"])] for row in scores]
+    return table(f"told apart from {data}", ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
+
+
+def answers_table(answers: Sequence["Answer"]) -> Table:
+    """Show what an ensemble says of picture files.
+
+    show(answers_table(answers))
+    """
+    lines = [
+        [one.file, one.label or "abstains", percent(one.confidence), figure(one.epistemic), _votes(one.votes)]
+        for one in answers
+    ]
+    columns = ["file", "label", "confidence", "epistemic", "votes"]
+    return table("", columns, lines, words=["file", "label", "votes"])
+
+
+def comparison_table(title: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Show methods side by side; sizes are relative to the first.
+
+    show(comparison_table("digits", {"deterministic": metrics, "deep-ensemble": others}))
+    """
+    columns = ["method", "accuracy", "NLL", "ECE", "member accuracy", "agreement", "size"]
+    single = next(iter(found.values()))["bytes"]
+    lines = [
+        [
+            method,
+            percent(one["accuracy"]),
+            figure(one["nll"]),
+            figure(one["ece"], 4),
+            percent(one["mean_member_accuracy"]),
+            figure(one["agreement"]),
+            f"{one['bytes'] / single:.2f} x",
+        ]
+        for method, one in found.items()
+    ]
+    return table(title, columns, lines, words=["method"])
+
+
+def recipes_table(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None] | None) -> Table:
+    """List recipes, with the time that orthogonal dropout takes where it was measured.
+
+    show(recipes_table(RECIPES, seconds=None))
+    """
+    columns = ["recipe", "data", "network", "epochs", *(["time here"] if seconds is not None else []), "about"]
+    lines = []
+    for name, recipe in recipes.items():
+        epochs = f"{recipe.epochs.pretrain} + {recipe.epochs.prune} + {recipe.epochs.finetune}"
+        network = recipe.model if recipe.width is None else f"{recipe.model}, width {recipe.width}"
+        cost = [roughly(seconds.get(name))] if seconds is not None else []
+        lines.append([name, recipe.data, network, epochs, *cost, recipe.about])
+    return table("", columns, lines, words=["recipe", "data", "network", "about"])
+
+
+def _temperature(value: float | None) -> str:
+    if value is None:
+        return "needs validation images"
+    return f"at temperature {value:.2f}, fitted on validation images"
+
+
+def _each(accuracies: Sequence[float]) -> str:
+    if len(accuracies) == 1:
+        return "one member"
+    shown = ", ".join(f"{100 * accuracy:.1f}" for accuracy in accuracies[:SHOWN])
+    return f"{len(accuracies)} members: {shown}{', ...' if len(accuracies) > SHOWN else ''}"
+
+
+def _votes(votes: Sequence[str]) -> str:
+    if len(votes) <= SHOWN:
+        return ", ".join(votes)
+    return ", ".join(f"{count} x {label}" for label, count in Counter(votes).most_common())

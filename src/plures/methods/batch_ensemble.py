@@ -1,0 +1,185 @@
+"""BatchEnsemble: one shared network, a vector before and after each layer per member (Wen, Tran and Ba, 2020)."""
+
+import copy
+import functools
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plures.ensemble import Loss, Stage, Step
+from plures.errors import PluresError
+from plures.layers import Layer
+from plures.one_stage import Init, OneStage, started
+from plures.partition import generator
+from plures.rewrite import (
+    Rows,
+    Tiled,
+    along_width,
+    around,
+    check_members,
+    layers_of,
+    mean_over_members,
+    rehearse,
+    replace,
+    widths,
+)
+
+FactorInit = Literal["gaussian", "sign"]
+DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code
+
+
+class BatchEnsemble(OneStage):
+    """Give each member a pair of vectors per layer, and share all weights: y = layer(x * alpha) * gamma + bias.
+
+        ensemble = plures.BatchEnsemble(network, members=5)
+        for stage in ensemble.stages():
+            train(stage, stage.parameter_groups(weight_decay=1e-4))
+
+    Every Linear and convolution has factors and biases of its own for each member, the classifier included. All
+    members see every batch: it is tiled once per member, so a training step costs as much as `members` plain ones.
+    `factors` start from a normal distribution around 1 ("gaussian") or as random signs ("sign"); weight decay leaves
+    them alone, and they and the biases get half the gradient. Norm layers are shared; with `private_norm` each member
+    has batch norm of its own. Layers of other kinds are shared, as are the projections in `nn.MultiheadAttention`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        members: int = 5,
+        *,
+        factors: FactorInit = "gaussian",
+        private_norm: bool = False,
+        init: Init = "fresh",
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_members(members)
+        layers_of(network)
+        if factors not in get_args(FactorInit):
+            raise PluresError(f"factors={factors!r}; use one of {', '.join(get_args(FactorInit))}")
+        rows = Rows()
+        built = started(network, init, seed)
+        for name, layer in layers_of(built).items():
+            around(layer, Factors(layer, members, rows, factors, seed, name))
+        if private_norm:
+            built = _with_private_norm(built, members)
+        tiled = Tiled(built, members, rows)
+        rehearse(network, tiled, members, f"BatchEnsemble cannot run {type(network).__name__}")
+        super().__init__(network, loss, tiled)
+        self.members = members
+        self.factors = factors
+        self.private_norm = private_norm
+        self.init = init
+        self.seed = seed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        self.require_trained()
+        logits: Tensor = self.network(*args, **kwargs)
+        return logits
+
+    def stage(self, step: Step) -> Stage:
+        """Make the stage that trains all members on the same samples."""
+        loss = functools.partial(mean_over_members, self.loss)
+        return BatchEnsembleStage(copy.deepcopy(self.network), step, loss, self.write)
+
+    def options(self) -> dict[str, Any]:
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        return {
+            "members": self.members,
+            "factors": self.factors,
+            "private_norm": self.private_norm,
+            "init": self.init,
+            "seed": self.seed,
+        }
+
+
+class BatchEnsembleStage(Stage):
+    """Train all members, with weight decay on everything but their factors.
+
+    torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
+    """
+
+    def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Give an optimizer what the stage trains: decay would pull the factors, which start around 1, to 0."""
+        factors = [
+            parameter
+            for module in self.modules()
+            if isinstance(module, Factors)
+            for parameter in (module.alpha, module.gamma)
+        ]
+        known = {id(parameter) for parameter in factors}
+        others = [
+            parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in known
+        ]
+        return [{"params": others, "weight_decay": weight_decay}, {"params": factors, "weight_decay": 0.0}]
+
+
+class Factors(nn.Module):
+    """Hold what the members have for themselves at one layer: alpha before it, gamma and bias after it.
+
+    around(network.fc, Factors(network.fc, 5, rows, "gaussian", 0, "fc"))
+    """
+
+    def __init__(self, layer: Layer, members: int, rows: Rows, init: FactorInit, seed: int, name: str) -> None:
+        super().__init__()
+        inputs, outputs = widths(layer)
+
+        def start(kind: str, width: int) -> nn.Parameter:
+            values = torch.randn(members, width, generator=generator(seed, kind, name))
+            values = 1 + DEVIATION * values if init == "gaussian" else values.sign() + (values == 0)
+            return nn.Parameter(values.to(layer.weight))
+
+        self.rows = rows
+        self.alpha = start("alpha", inputs)
+        self.gamma = start("gamma", outputs)
+        self.bias: nn.Parameter | None = None
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach().repeat(members, 1), layer.bias.requires_grad)
+            layer.bias = None
+
+    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Scale the inputs."""
+        return x * along_width(self.rows.spread(with_half_gradient(self.alpha), x), x, layer)
+
+    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """Scale the outputs and shift them."""
+        y = y * along_width(self.rows.spread(with_half_gradient(self.gamma), y), y, layer)
+        if self.bias is None:
+            return y
+        return y + along_width(self.rows.spread(with_half_gradient(self.bias), y), y, layer)
+
+
+def with_half_gradient(parameter: Tensor) -> Tensor:
+    """Give the same values, through which half the gradient flows.
+
+        with_half_gradient(alpha)
+
+    The factors of the authors' code learn at half the rate of the weights. Half plus half is exact in floating point.
+    """
+    half = parameter * 0.5
+    return half + half.detach()
+
+
+class PrivateNorm(nn.Module):
+    """Normalise the rows of each member with a batch norm of its own.
+
+    PrivateNorm(nn.BatchNorm2d(64), members=5)
+    """
+
+    def __init__(self, norm: _BatchNorm, members: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(copy.deepcopy(norm) for _ in range(members))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise a tiled batch, which holds all rows of one member after all rows of another."""
+        return torch.cat([norm(part) for norm, part in zip(self.members, x.chunk(len(self.members)), strict=True)])
+
+
+def _with_private_norm(network: nn.Module, members: int) -> nn.Module:
+    norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
+    if not norms:
+        raise PluresError(f"private_norm=True, but {type(network).__name__} has no batch norm: leave it out")
+    return replace(network, {norm: PrivateNorm(norm, members) for norm in norms})

@@ -1,0 +1,184 @@
+"""Deep ensemble: k networks, trained independently (Lakshminarayanan, Pritzel and Blundell, 2017)."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from plures.ensemble import Ensemble, Loss, Stage, Step
+from plures.errors import PluresError
+from plures.initial import moments, restart
+from plures.predictor import logits_of
+from plures.role import Role, check_roles, tensors
+from plures.role import roles as roles_of
+
+Classifier = Literal["private", "fixed"]
+Init = Literal["fresh", "given"]
+
+
+class DeepEnsemble(Ensemble):
+    """Train several copies of a network, each from its own random start.
+
+        ensemble = plures.DeepEnsemble(network, members=5)
+        for stage in ensemble.stages():
+            train(stage)
+        network = ensemble.checkout(2)
+
+    `classifier="fixed"` freezes the classifier (the tensors with the role "shared") as the network has it, one for all
+    members. `init="given"` starts every member from the network's weights, so that only the training tells them apart.
+
+    Members know nothing of each other, so any open step can be trained at any time, also in other processes that build
+    the same ensemble: `stage = ensemble.open(step)` there; here `ensemble.open(step)`, `stage.load_state_dict(theirs)`
+    and `stage.commit()`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        members: int = 5,
+        *,
+        classifier: Classifier = "private",
+        init: Init = "fresh",
+        roles: Mapping[str, str] | None = None,
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(network, loss)
+        if not isinstance(members, int) or members < 1:
+            raise PluresError(f"members={members!r}; a deep ensemble has 1 member or more")
+        if init not in get_args(Init):
+            raise PluresError(f"init={init!r}; use one of {', '.join(get_args(Init))}")
+        self.members = members
+        self.classifier = classifier
+        self.init = init
+        self.roles = None if roles is None else {name: role.value for name, role in check_roles(network, roles).items()}
+        self.seed = seed
+        self.committed = [False] * members
+        self.shared = _shared(network, classifier, self.roles)  # names of tensors that all members have in common
+        self.networks = nn.ModuleList(self._starts(network))
+        self.eval()
+
+    @property
+    def trained(self) -> list[int]:
+        """The members that can predict."""
+        return [member for member, done in enumerate(self.committed) if done]
+
+    def member(self, member: int) -> dict[str, Tensor]:
+        """Give the state dict of one trained member, for a plain network of the same class.
+
+        network.load_state_dict(ensemble.member(2))
+        """
+        return self.checkout(member).state_dict()
+
+    def checkout(self, member: int) -> nn.Module:
+        """Give one trained member as a plain network of the user's class, in eval mode.
+
+        network = ensemble.checkout(2)
+        """
+        if self._number(member) not in self.trained:
+            raise PluresError(f"member {member} is not trained; ready are: {self.trained or 'none'}")
+        return copy.deepcopy(self.networks[member])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all trained members, [members, batch, classes]."""
+        if not self.trained:
+            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        return torch.stack([logits_of(self.networks[member](*args, **kwargs)) for member in self.trained])
+
+    def plan(self) -> list[Step]:
+        """List all stages, one for each member, with those committed marked."""
+        return [Step("train", member, done) for member, done in enumerate(self.committed)]
+
+    def open(self, step: Step) -> Stage:
+        """Check out the stage of one step of the plan, in any order."""
+        member = self._number(step.member)
+        if step not in self.plan() or step.committed:
+            raise PluresError(f"stage '{step.name}' cannot be opened: take a step of plan() that is not committed")
+        network = copy.deepcopy(self.networks[member])
+        for name, tensor in tensors(network).items():
+            if name in self.shared:
+                tensor.requires_grad_(False)
+        return Stage(network, step, self.loss, self._commit)
+
+    def options(self) -> dict[str, Any]:
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        return {
+            "members": self.members,
+            "classifier": self.classifier,
+            "init": self.init,
+            "roles": self.roles,
+            "seed": self.seed,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Give what a file must know beyond options and tensors, as JSON values."""
+        return {"committed": self.committed}
+
+    @classmethod
+    def restore(
+        cls,
+        network: nn.Module,
+        options: Mapping[str, Any],
+        state: Mapping[str, Any],
+        read: Callable[[str], Tensor],
+        names: Sequence[str],
+        members: Sequence[int] | None,
+    ) -> Self:
+        """Build an ensemble from what `options`, `state` and `tensors` gave; `read` gets one of the named tensors."""
+        ensemble = super().restore(network, options, state, read, names, members)
+        ensemble.committed = list(state["committed"])
+        return ensemble
+
+    def get_extra_state(self) -> Tensor:
+        """Put the progress into the state dict, as a tensor."""
+        return torch.tensor(self.committed)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the progress from a state dict."""
+        self.committed = state.tolist()
+
+    def _number(self, member: int | None) -> int:
+        if not isinstance(member, int) or not 0 <= member < self.members:
+            raise PluresError(f"there is no member {member!r}: members count from 0 to {self.members - 1}")
+        return member
+
+    def _starts(self, network: nn.Module) -> list[nn.Module]:
+        known = moments(network)
+        drawn = [name for name in known if name not in self.shared] if self.init == "fresh" else []
+        first = copy.deepcopy(network)
+        # Shared tensors are one object in all copies: they are stored once, and moved once.
+        one_for_all = [tensor for name, tensor in tensors(first).items() if name in self.shared]
+        copies = [first]
+        copies += [copy.deepcopy(first, {id(tensor): tensor for tensor in one_for_all}) for _ in range(1, self.members)]
+        for member, start in enumerate(copies):
+            restart(start, known, drawn, self.seed, "member", member)
+        return copies
+
+    def _commit(self, stage: Stage) -> None:
+        member = self._number(stage.member)
+        if self.committed[member]:
+            raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
+        values = tensors(stage.network)
+        for name, tensor in tensors(self.networks[member]).items():
+            if name not in self.shared:
+                tensor.copy_(values[name])
+        self.committed[member] = True
+
+
+def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None) -> set[str]:
+    if classifier not in get_args(Classifier):
+        raise PluresError(f"classifier={classifier!r}; use one of {', '.join(get_args(Classifier))}")
+    names = tensors(network)
+    frozen = {name for name, t in names.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    if classifier == "private":
+        return frozen
+    chosen = roles_of(network) if given is None else given
+    shared = {name for name in names if chosen[name] == Role.SHARED}
+    if not shared - frozen:
+        raise PluresError(
+            f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the logits "
+            "with roles=plures.roles(network, classifier=...)"
+        )
+    return shared | frozen

@@ -1,0 +1,47 @@
+"""Deterministic: the plain network, as an ensemble of one."""
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from plures.ensemble import Loss
+from plures.errors import PluresError
+from plures.one_stage import Init, OneStage, started
+from plures.predictor import logits_of
+
+
+class Deterministic(OneStage):
+    """Take a network for an ensemble of one: what every method is compared with.
+
+        ensemble = plures.Deterministic(network)
+        for stage in ensemble.stages():
+            train(stage)
+
+    With `init="given"` it starts from the weights that the network has, and can predict with them before it is trained;
+    `init="fresh"` draws them anew from `seed`, at the scale that the network was initialised with.
+    """
+
+    def __init__(self, network: nn.Module, *, init: Init = "given", loss: Loss | None = None, seed: int = 0) -> None:
+        super().__init__(network, loss, started(network, init, seed), member=0, ready=init == "given")
+        self.init = init
+        self.seed = seed
+
+    def checkout(self, member: int = 0) -> nn.Module:
+        """Give the network as a plain one of the user's class, in eval mode.
+
+        network = ensemble.checkout()
+        """
+        if member != 0:
+            raise PluresError(f"there is no member {member!r}: an ensemble of one has member 0")
+        self.require_trained()
+        return copy.deepcopy(self.network).eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of the network, [1, batch, classes]."""
+        self.require_trained()
+        return logits_of(self.network(*args, **kwargs)).unsqueeze(0)
+
+    def options(self) -> dict[str, Any]:
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        return {"init": self.init, "seed": self.seed}

@@ -1,0 +1,190 @@
+"""Masksembles: one network, a fixed set of channel masks whose overlap is chosen (Durasov et al., 2021)."""
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plures.ensemble import Loss, Stage, Step
+from plures.errors import PluresError
+from plures.one_stage import Init, OneStage, started
+from plures.partition import generator
+from plures.rewrite import (
+    Rows,
+    Tiled,
+    along_width,
+    around,
+    batched,
+    check_members,
+    layers_of,
+    mean_over_members,
+    rehearse,
+    run,
+    widths,
+)
+from plures.role import nearest
+
+LARGEST_SCALE = 6.0  # as in the authors' package: beyond it the masks hardly overlap, and each is almost empty
+ATTEMPTS = 100_000  # the width asked for turns up in about one draw of ten
+
+
+class Masksembles(OneStage):
+    """Give each member a fixed mask of the channels that it uses at each layer.
+
+        ensemble = plures.Masksembles(network, members=5, scale=2.0)
+        ensemble = plures.Masksembles(network, layers=["layer4.0.conv2", "fc"])
+
+    `scale` says how much the masks differ: 1 makes them all the same, 6 leaves hardly any overlap, and the more they
+    differ the fewer channels each of them has. The input of every Linear and convolution but the first is masked, the
+    classifier's too as in the authors' code, or that of the `layers` named; `nn.MultiheadAttention` has no masks
+    inside. In training each sample goes through one member: the batch is cut into as many groups as there are members,
+    which differ by at most one sample. To predict, each sample goes through all members. The masks are saved with the
+    weights.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        members: int = 5,
+        scale: float = 2.0,
+        *,
+        layers: Sequence[str] | None = None,
+        init: Init = "fresh",
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_members(members)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1 <= scale <= LARGEST_SCALE:
+            raise PluresError(f"scale={scale!r}; use a number from 1 (all masks the same) to {LARGEST_SCALE:g}")
+        names = _chosen(network, layers)
+        rows = Rows()
+        built = started(network, init, seed)
+        for name in names:
+            layer = layers_of(built)[name]
+            values = masks(widths(layer)[0], members, scale, generator(seed, "mask", name))
+            around(layer, Masks(values.to(layer.weight.device), rows))
+        grouped = Grouped(built, members, rows)
+        rehearse(network, grouped, members, f"Masksembles cannot run {type(network).__name__}")
+        super().__init__(network, loss, grouped)
+        self.members = members
+        self.scale = scale
+        self.layers = names
+        self.init = init
+        self.seed = seed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        self.require_trained()
+        logits: Tensor = self.network(*args, **kwargs)
+        return logits
+
+    def stage(self, step: Step) -> Stage:
+        """Make the stage that trains each member on its group of each batch."""
+        loss = functools.partial(mean_over_members, self.loss)
+        return Stage(copy.deepcopy(self.network), step, loss, self.write)
+
+    def options(self) -> dict[str, Any]:
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        return {
+            "members": self.members,
+            "scale": self.scale,
+            "layers": self.layers,
+            "init": self.init,
+            "seed": self.seed,
+        }
+
+
+class Grouped(Tiled):
+    """Run a network with one mask per sample in training, [1, batch, classes], and with all of them otherwise.
+
+    Grouped(network, members=5, rows)(images)
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits, [members, batch, classes], or in training [1, batch, classes]."""
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        inputs = batched(args, kwargs)
+        self.rows.count = len(inputs)
+        self.rows.owner = torch.arange(len(inputs), device=inputs.device) * self.members // len(inputs)
+        if len(inputs) % self.members:  # chance says whose group is short, or else small batches would starve a member
+            shift = torch.randint(self.members, (1,), device=inputs.device)
+            self.rows.owner = (self.rows.owner + shift) % self.members
+        return run(self.network, self.rows, *args, **kwargs).unsqueeze(0)
+
+
+class Masks(nn.Module):
+    """Hold the masks of one layer's input, [members, channels].
+
+    around(network.fc, Masks(masks(512, 5, 2.0, generator), rows))
+    """
+
+    masks: Tensor
+
+    def __init__(self, values: Tensor, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+        self.register_buffer("masks", values)
+
+    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Mask the inputs."""
+        return x * along_width(self.rows.spread(self.masks, x), x, layer)
+
+    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """Leave the outputs."""
+        return y
+
+
+def masks(channels: int, members: int, scale: float, random: torch.Generator) -> Tensor:
+    """Draw masks of equally many channels that together use them all, as booleans [members, channels].
+
+        masks(64, members=5, scale=2.0, random=torch.Generator())
+
+    Each mask is drawn from about `scale` times as many positions as it has ones; positions that nobody uses are
+    dropped. How many positions make the rest as wide as asked for is computed, and chance does what is left.
+    """
+    expected = scale * (1 - (1 - 1 / scale) ** members)  # positions in use for each one in a mask
+    ones = max(math.floor(channels / expected), math.ceil(channels / members))
+    positions = _positions(channels, members, ones)
+    for _ in range(ATTEMPTS):
+        ranks = torch.rand(members, positions, generator=random).argsort(1)
+        drawn = ranks < ones
+        used = drawn.any(0)
+        if int(used.sum()) == channels:
+            return drawn[:, used]
+    raise PluresError(
+        f"no {members} masks of {ones} ones turned up that use {channels} channels in all; change scale={scale} a bit"
+    )
+
+
+def _positions(channels: int, members: int, ones: int) -> int:
+    """Find the number of positions of which masks with that many ones are expected to use `channels`."""
+
+    def used(positions: int) -> float:
+        return positions * (1 - (1 - ones / positions) ** members)
+
+    positions = channels
+    while used(positions) < channels - 0.5 and positions < LARGEST_SCALE * ones:
+        positions += 1
+    return positions
+
+
+def _chosen(network: nn.Module, given: Sequence[str] | None) -> list[str]:
+    known = layers_of(network)
+    if given is None:
+        if len(known) == 1:
+            raise PluresError(
+                f"{type(network).__name__} has one layer only, and the input of the first is not masked: name it with "
+                f"layers={list(known)} if it shall be"
+            )
+        return list(known)[1:]
+    for name in given:
+        if name not in known:
+            raise PluresError(f"layers name {name!r}, which is no Linear or convolution{nearest(name, known)}")
+    if not given:
+        raise PluresError("layers=[] leaves no layer to mask: name one or more, or leave it out")
+    return list(given)

@@ -1,0 +1,228 @@
+"""MIMO: one network that takes several images at once and has one head for each (Havasi et al., 2021)."""
+
+import copy
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from plures.ensemble import Loss, Stage, Step
+from plures.errors import PluresError
+from plures.initial import moments, restart
+from plures.layers import Layer, layers
+from plures.one_stage import Init, OneStage, started
+from plures.predictor import Arguments, arguments, logits_of
+from plures.rewrite import check_members, rehearse, widths
+from plures.role import canonical, nearest
+
+
+class MIMO(OneStage):
+    """Train one network on several images at once, stacked on the channel axis; each slot has its own head.
+
+        ensemble = plures.MIMO(network, members=2, batch_repetition=4)
+        ensemble = plures.MIMO(network, members=3, first="stem.conv", last="fc")
+
+    Only the `first` layer (`members` times the inputs) and the `last` one (`members` times the classes) differ from the
+    given network; by default these are its first layer and its last Linear. In training each slot gets its own shuffle
+    of the batch, repeated `batch_repetition` times; a share `input_repetition` of the samples is the same in all slots.
+    The loss is the sum over the heads. To predict, the same image goes into all slots.
+
+    The two layers always start from fresh random weights; the others do with `init="fresh"`, and keep what the network
+    has with `init="given"`. The network must take one tensor and nothing else.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        members: int = 2,
+        *,
+        batch_repetition: int = 4,
+        input_repetition: float = 0.0,
+        first: str | None = None,
+        last: str | None = None,
+        init: Init = "fresh",
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_members(members)
+        if not isinstance(batch_repetition, int) or batch_repetition < 1:
+            raise PluresError(f"batch_repetition={batch_repetition!r}; a batch is repeated 1 time or more")
+        if not 0 <= input_repetition <= 1:
+            raise PluresError(f"input_repetition={input_repetition!r}; a share lies between 0 and 1")
+        first, last = _ends(network, first, last)
+        slots = _Slots(_widened(network, members, first, last, init, seed), members, first)
+        rehearse(network, slots, members, f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}")
+        super().__init__(network, loss, slots)
+        self.members = members
+        self.batch_repetition = batch_repetition
+        self.input_repetition = input_repetition
+        self.first = first
+        self.last = last
+        self.init = init
+        self.seed = seed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all heads for the same images in all slots, [members, batch, classes]."""
+        self.require_trained()
+        logits: Tensor = self.network(*args, **kwargs)
+        return logits
+
+    def stage(self, step: Step) -> Stage:
+        """Make the stage that trains all slots."""
+        return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
+
+    def options(self) -> dict[str, Any]:
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        return {
+            "members": self.members,
+            "batch_repetition": self.batch_repetition,
+            "input_repetition": self.input_repetition,
+            "first": self.first,
+            "last": self.last,
+            "init": self.init,
+            "seed": self.seed,
+        }
+
+
+class _Slots(nn.Module):
+    """Run a widened network: one batch for each slot in, [members, batch, classes] out."""
+
+    def __init__(self, network: nn.Module, members: int, first: str) -> None:
+        super().__init__()
+        self.network = network
+        self.members = members
+        self.linear = isinstance(network.get_submodule(first), nn.Linear)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        images, name = _one_tensor(Arguments(args, kwargs))
+        return self.run([images] * self.members, name)
+
+    def run(self, slots: list[Tensor], name: str | None) -> Tensor:
+        # Images have their channels on the second axis; what else a Linear takes has its features on the last.
+        axis = -1 if self.linear and slots[0].dim() <= 3 else 1
+        stacked = torch.cat(slots, axis)
+        logits = logits_of(self.network(stacked) if name is None else self.network(**{name: stacked}))
+        if logits.dim() != 2 or len(logits) != len(slots[0]):
+            raise PluresError(
+                f"the network made logits of shape {list(logits.shape)} from a batch of {len(slots[0])} samples; MIMO "
+                "needs [batch, classes]"
+            )
+        return logits.reshape(len(logits), self.members, -1).transpose(0, 1)
+
+
+class _Training(Stage):
+    """Train on slots that are shuffled apart; in eval mode, give the loss of the same images in all slots."""
+
+    def __init__(self, ensemble: MIMO, slots: _Slots, step: Step) -> None:
+        super().__init__(slots, step, ensemble.loss, ensemble.write)
+        self.slots = (ensemble.members, ensemble.batch_repetition, ensemble.input_repetition)
+
+    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
+        """Return the loss of a batch, summed over the heads."""
+        images, name = _one_tensor(inputs)
+        if self.training:
+            rows = shuffles(len(images), *self.slots, device=images.device)
+        else:
+            rows = torch.arange(len(images), device=images.device).expand(self.slots[0], -1)
+        heads = cast(_Slots, self.network).run([images[row] for row in rows], name)
+        return torch.stack([self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]).sum()
+
+
+def shuffles(
+    batch: int,
+    members: int,
+    batch_repetition: int,
+    input_repetition: float,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Say which sample of a batch goes where: one row for each slot, [members, batch x batch_repetition].
+
+        rows = shuffles(128, members=2, batch_repetition=4, input_repetition=0.0)
+        first_slot = images[rows[0]]
+
+    Every row holds every sample `batch_repetition` times. The last columns, a share `input_repetition` of them, are the
+    same in all rows.
+    """
+    common = torch.arange(batch, device=device).repeat(batch_repetition)
+    common = common[torch.randperm(len(common), device=device)]
+    apart = round(len(common) * (1 - input_repetition))
+    rows = [torch.cat([common[torch.randperm(apart, device=device)], common[apart:]]) for _ in range(members)]
+    return torch.stack(rows)
+
+
+def _one_tensor(inputs: Any) -> tuple[Tensor, str | None]:
+    """Get the one tensor among a network's inputs, and its name if it has one."""
+    args, kwargs = arguments(inputs)
+    values = [*args, *kwargs.values()]
+    if len(values) != 1 or not isinstance(values[0], Tensor):
+        kinds = ", ".join(type(value).__name__ for value in values)
+        raise PluresError(f"MIMO stacks one tensor on its channels; the network was given ({kinds})")
+    return values[0], next(iter(kwargs), None)
+
+
+def _ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str, str]:
+    """Find the two layers to widen, and refuse those that cannot be."""
+    known = layers(network)
+    linear = [name for name, layer in known.items() if isinstance(layer, nn.Linear)]
+    if len(known) < 2 or not (last or linear):
+        raise PluresError(
+            f"{type(network).__name__} has no two layers that MIMO could widen: a first Linear or convolution for the "
+            "inputs, and a last Linear for the classes"
+        )
+    first, last = first or next(iter(known)), last or linear[-1]
+    for end, name in (("first", first), ("last", last)):
+        if name not in known:
+            raise PluresError(f"{end}={name!r} is no Linear or convolution of the network{nearest(name, known)}")
+        reason = _why_not(network, name, known[name])
+        if reason:
+            raise PluresError(f"MIMO cannot widen {name!r}, the {end} layer: {reason}; name another with {end}=...")
+    if first == last:
+        raise PluresError(f"{first!r} cannot be the first and the last layer; name two with first=... and last=...")
+    return first, last
+
+
+def _why_not(network: nn.Module, name: str, layer: Layer) -> str | None:
+    names = canonical(network)
+    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return f"it is a {type(layer).__name__}"
+    if not isinstance(layer, nn.Linear) and layer.groups > 1:
+        return f"it is a convolution of {layer.groups} groups"
+    if parametrize.is_parametrized(layer) or f"{name}.weight" not in names:
+        return "its weight is parametrized"
+    if not layer.weight.requires_grad:
+        return "its weight is frozen"
+    if list(names.values()).count(names[f"{name}.weight"]) > 1:
+        return "its weight is tied to another layer's"
+    return None
+
+
+def _widened(network: nn.Module, members: int, first: str, last: str, init: Init, seed: int) -> nn.Module:
+    """Copy a network with `members` times the inputs of its first layer and the outputs of its last."""
+    result = started(network, init, seed)
+    entry, head = cast(Layer, result.get_submodule(first)), cast(Layer, result.get_submodule(last))
+    channels, _ = widths(entry)
+    for depth in range(1, first.count(".") + 1):
+        parent = result.get_submodule(first.rsplit(".", depth)[0])
+        if getattr(parent, "num_channels", None) == channels:  # the embeddings of transformers check their inputs
+            parent.num_channels = channels * members  # type: ignore[assignment]
+    _repeat(entry, "weight", members, axis=1)
+    _repeat(head, "weight", members, axis=0)
+    if head.bias is not None:
+        _repeat(head, "bias", members, axis=0)
+    for layer, side in ((entry, "in"), (head, "out")):
+        count = f"{side}_features" if isinstance(layer, nn.Linear) else f"{side}_channels"
+        setattr(layer, count, getattr(layer, count) * members)
+
+    known = moments(network)
+    if f"{first}.weight" in known:
+        mean, deviation = known[f"{first}.weight"]
+        known[f"{first}.weight"] = (mean, deviation / math.sqrt(members))  # more inputs shall make no larger sums
+    restart(result, known, [f"{first}.weight", f"{last}.weight", f"{last}.bias"], seed, "widened")
+    return result
+
+
+def _repeat(layer: Layer, name: str, times: int, axis: int) -> None:
+    given = getattr(layer, name).detach()
+    setattr(layer, name, nn.Parameter(torch.cat([given] * times, axis)))

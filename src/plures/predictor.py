@@ -1,0 +1,133 @@
+"""Predict with a module that returns logits [members, batch, classes]."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from plures.errors import PluresError
+from plures.prediction import Prediction
+
+
+class Predictor(nn.Module):
+    """Give every module that returns logits [members, batch, classes] its `predict`.
+
+        prediction = ensemble.predict(images)
+
+    Its networks stay in eval mode, whatever `train()` is told: predictors only predict.
+    """
+
+    def predict(self, inputs: Any, *, batch_size: int | None = None, abstain_below: float | None = None) -> Prediction:
+        """Predict with all trained members.
+
+            prediction = ensemble.predict(images, abstain_below=0.8)
+            prediction.label, prediction.confidence, prediction.epistemic
+
+        `inputs` is what the network takes: a tensor, a tuple of positional or a dict of named arguments. `batch_size`
+        bounds how many samples are in the network at once. Where confidence lies below `abstain_below` the label is -1.
+        """
+        refuse_nan(inputs)
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                logits = self.join(list(chunks(inputs, batch_size)))
+        finally:
+            self.train(training)
+        return Prediction.from_logits(logits, abstain_below)
+
+    def join(self, batches: list[Any]) -> Tensor:
+        """Return the logits of several batches, joined along the batch axis."""
+        return torch.cat([call(self, batch) for batch in batches], dim=1)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set `training`, and leave the networks in eval mode."""
+        super().train(False)
+        self.training = mode
+        return self
+
+
+class Arguments(NamedTuple):
+    """Hold what a network is called with, where a tensor, a tuple or a dict does not say it all.
+
+    call(network, Arguments((images,), {"mask": mask}))
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments(inputs: Any) -> Arguments:
+    """Read inputs as arguments: one tensor, a tuple of positional or a dict of named ones.
+
+    >>> arguments({"x": 3})
+    Arguments(args=(), kwargs={'x': 3})
+    """
+    if isinstance(inputs, Arguments):
+        return inputs
+    if isinstance(inputs, Mapping):
+        return Arguments((), dict(inputs))
+    return Arguments(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+
+
+def call(network: nn.Module, inputs: Any) -> Any:
+    """Call a network on a tensor, a tuple of positional or a dict of named arguments.
+
+    output = call(network, {"pixel_values": images})
+    """
+    args, kwargs = arguments(inputs)
+    return network(*args, **kwargs)
+
+
+def call_with(network: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
+    """Call a network with other tensors in the place of its own; a name that it does not have is an error.
+
+    output = call_with(network, {"fc.weight": weight}, images)
+    """
+    everything = dict(network.named_parameters()) | dict(network.named_buffers()) | dict(values)
+    return functional_call(network, everything, *arguments(inputs), strict=True)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Take the logits from what a network returned: a tensor, or an object with `.logits` as in transformers.
+
+    logits = logits_of(network(images))
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise PluresError(f"the network returned {type(output).__name__}; expected a tensor or an object with .logits")
+    return logits
+
+
+def refuse_nan(inputs: Any) -> None:
+    """Refuse inputs with NaN, naming the first sample that has one.
+
+    refuse_nan(images)
+    """
+    args, kwargs = arguments(inputs)
+    for tensor in (*args, *kwargs.values()):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
+            place = tensor.isnan().nonzero()[0].tolist()
+            raise PluresError(f"the inputs hold NaN, first at {place}: clean the data before predicting")
+
+
+def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
+    """Cut a batch of inputs into batches of at most `size` samples.
+
+    for chunk in chunks({"pixel_values": images}, 32): ...
+    """
+    args, kwargs = arguments(inputs)
+    batched = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if size is None or not batched:
+        yield inputs
+        return
+    if size < 1:
+        raise PluresError(f"batch_size={size}; it must be at least 1")
+    for start in range(0, max(len(batched[0]), 1), size):
+
+        def cut(value: Any, start: int = start) -> Any:
+            return value[start : start + size] if isinstance(value, Tensor) else value
+
+        yield Arguments(tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()})

@@ -1,0 +1,412 @@
+"""The command line, as a person uses it: words in, tables and exit codes out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plures import PluresError
+from plures.lab import demo, recipes
+from plures.lab.cli import main
+from plures.lab.options import METHOD_NAMES, kebab, method_class, method_options
+from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
+
+SMALL = [
+    *("--model", "mlp", "--width", "32", "--members", "2", "--limit", "300", "--batch-size", "32"),
+    *("--epochs.pretrain", "2", "--epochs.prune", "1", "--epochs.finetune", "2", "--epochs.train", "2"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("PLURES_DATA", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on digits."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    assert main(["train", "digits", "--run", str(folder), *SMALL]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder of red and blue photographs, not all of one size."""
+    folder, random = tmp_path_factory.mktemp("data") / "colours", np.random.default_rng(0)
+    for split, count in (("train", 30), ("test", 10)):
+        for channel, name in ((0, "red"), (2, "blue")):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 80, (12, 10 + number % 3, 3), dtype=np.uint8)
+                pixels[:, :, channel] += 150
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def colour_run(tmp_path_factory: pytest.TempPathFactory, colours: Path) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "colours"
+    assert main(["train", "--data", str(colours), "--size", "8", "--run", str(folder), *SMALL, "--limit", "60"]) == 0
+    return folder
+
+
+def digit(path: Path, size: int = 8) -> Path:
+    random = np.random.default_rng(0)
+    Image.fromarray(random.integers(0, 256, (size, size), dtype=np.uint8)).save(path)
+    return path
+
+
+def shell(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own, with one thread and without a terminal."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "plures", *words], capture_output=True, text=True, env=variables, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], [], ["train", "--help"], ["train", "cifar10", "--help"], ["predict", "--help"], ["--version"]]
+)
+def test_help_does_not_load_torch(words: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from plures.lab.cli import main\n"
+        "try:\n"
+        f"    main({words})\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0, end.code\n"
+        "print('torch' in sys.modules)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert answer.stdout.splitlines()[-1] == "False"
+
+
+def test_the_help_of_train_shows_the_numbers_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["train", *words, "--help"])
+        assert end.value.code == 0
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    assert f"--batch-size INT (default: {get_recipe('cub200-cpu').batch_size})" in told("cub200-cpu")
+    assert f"--members INT (default: {get_recipe('digits').members})" in told()
+    assert "--members INT (default: 2)" in told("digits", "--method", "mimo")
+    assert "--about" not in told()
+    assert "ensemble.safetensors" in told()
+
+
+def test_a_person_trains_evaluates_and_predicts(tmp_path: Path) -> None:
+    words = ["train", "digits", "--run", str(tmp_path / "first"), *SMALL]
+    first = shell(*words)
+    assert first.returncode == 0, first.stderr
+    assert {"config.json", "log.jsonl", "metrics.json", "ensemble.safetensors"} <= {
+        file.name for file in (tmp_path / "first").iterdir()
+    }
+    assert "accuracy" in first.stdout
+    assert "orthogonal-dropout on digits" in first.stdout
+    again = shell(*words)
+    assert again.returncode == 0
+    assert "was finished before" in again.stderr
+    assert again.stdout == first.stdout
+
+    evaluated = shell("evaluate", str(tmp_path / "first"), "--json")
+    metrics = json.loads((tmp_path / "first" / "metrics.json").read_text())
+    found = json.loads(evaluated.stdout)["test"]
+    accuracies = found.pop("member_accuracies")
+    assert accuracies == pytest.approx(metrics["member_accuracies"])
+    assert found == pytest.approx({name: metrics[name] for name in found})
+
+    predicted = shell("predict", str(tmp_path / "first"), str(digit(tmp_path / "one.png")))
+    assert predicted.returncode == 0
+    assert "one.png" in predicted.stdout
+    for answer in (first, again, evaluated, predicted):
+        assert "\x1b" not in answer.stdout + answer.stderr
+        assert "Traceback" not in answer.stderr
+
+
+def test_every_field_of_the_recipe_can_be_overridden(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    assert config["method"] == "OrthogonalDropout"
+    expected = {"model": "mlp", "width": 32, "members": 2, "limit": 300, "batch_size": 32, "data": "digits"}
+    assert expected.items() <= config["recipe"].items()
+    assert config["recipe"]["epochs"] == {"pretrain": 2, "prune": 1, "finetune": 2, "train": 2}
+    unchanged = get_recipe("digits").as_json()
+    for name in set(unchanged) - set(expected) - {"epochs"}:
+        assert config["recipe"][name] == unchanged[name], name
+
+
+def test_the_recipe_may_stand_after_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data-dir", str(tmp_path), "--run", str(tmp_path / "run"), "cub200-cpu"]
+    assert main(["train", *words, "--data", "cub"]) == 2
+    assert "no data called 'cub'" in capsys.readouterr().err  # the recipe was found, its data were overridden
+
+
+def test_methods_and_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--set", "optimize-masks=false", "--set", "classifier=split", "--seed", "3", "--json"]
+    assert main(["train", "--run", str(tmp_path / "random"), *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"] == str(tmp_path / "random")
+    assert found["test"]["members"] == 2
+    assert found["test"]["bytes"] == (tmp_path / "random" / "ensemble.safetensors").stat().st_size
+    config = json.loads((tmp_path / "random" / "config.json").read_text())
+    assert config["options"]["optimize_masks"] is False
+    assert config["options"]["classifier"] == "split"
+    assert config["options"]["seed"] == config["recipe"]["seed"] == 3
+
+
+def test_the_run_folder_has_a_name_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "mlp", "--width", "32", "--limit", "300", "--epochs.train", "1", "--seed", "4"]
+    assert main(["train", "digits", "--method", "deterministic", *words]) == 0
+    assert (tmp_path / "runs" / "digits-deterministic-seed4" / "metrics.json").is_file()
+    assert "one member" in capsys.readouterr().out
+
+
+def test_a_network_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_networks.py").write_text(
+        "from torch import nn\n"
+        "def wide(classes, channels, size, width=24):\n"
+        "    flat = channels * size * size\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(flat, width), nn.ReLU(), nn.Linear(width, classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", "--run", str(tmp_path / "own"), *SMALL, "--model", "own_networks:wide"]) == 0
+    assert main(["evaluate", str(tmp_path / "own"), "--json"]) == 0
+    assert '"accuracy"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trian"], "no command 'trian'; did you mean train?"),
+        (["train", "cifar-10"], "cifar10"),
+        (["train", "--method", "deepensemble"], "did you mean deep-ensemble"),
+        (["train", "--set", "granularty=kernel"], "did you mean granularity=weight"),
+        (["train", "--set", "granularity=layer"], "give weight or kernel"),
+        (["train", "--set", "granularity"], "write NAME=VALUE"),
+        (["train", "--set", "seed=3"], "no option of orthogonal-dropout 'seed'"),
+        (["train", "--method", "deterministic", "--members", "3"], "deterministic has no members"),
+        (["train", "--learning-rate", "-1"], "learning_rate is -1.0, but must be above 0"),
+        (["train", "--data", "nowhere/birds"], "nowhere/birds"),
+        (["evaluate", "nowhere"], "nowhere is no run folder"),
+        (["predict", "nowhere", "one.png"], "nowhere is no run folder"),
+        (["predict", "nowhere"], "no images to predict"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_words_get_a_sentence_and_exit_code_2(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(words) == 2
+    answer = capsys.readouterr()
+    assert sentence in answer.err
+    assert answer.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["train", "--learning-rate", "fast"], ["evaluate"], ["--fast"], ["recipes", "--x"]])
+def test_values_of_the_wrong_kind_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_another_configuration_in_the_same_folder_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--run", str(run), *SMALL, "--weight-decay", "0.25"]) == 2
+    answer = capsys.readouterr()
+    assert "recipe.weight_decay was 0.0005 and is 0.25" in answer.err
+    assert answer.out == ""
+
+
+def test_an_interrupted_training_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("plures.lab.train.fit", interrupted)
+    assert main(["train", "--run", str(tmp_path / "run"), *SMALL]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_not_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
+    for words in (["evaluate", str(tmp_path)], ["predict", str(tmp_path), "one.png"]):
+        assert main(words) == 2
+        assert "is not finished" in capsys.readouterr().err
+
+
+def test_shift_and_unfamiliar_data(colour_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", str(colour_run), "--shift", "--ood", "digits"]  # grey 8 x 8 for a network of colours
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["corruption"] for row in found["shift"]} == {"gaussian noise", "blur", "contrast"}
+    assert found["ood"]["data"] == "digits"
+    assert [row["score"] for row in found["ood"]["scores"]] == ["1 - max p", "entropy", "mutual information"]
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("calibrated NLL", "under shift", "told apart from digits", "AUROC"))
+
+
+def test_other_data_of_the_same_name_are_not_measured(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test"):
+        for number in range(10):
+            (tmp_path / "digits" / split / str(number)).mkdir(parents=True)
+            for copy in range(2):
+                digit(tmp_path / "digits" / split / str(number) / f"{copy}.png")
+    assert main(["evaluate", str(run), "--data-dir", str(tmp_path)]) == 2
+    assert "are not those that" in capsys.readouterr().err
+
+
+def test_predictions_as_json_agree_with_the_table(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder" / "deeper").mkdir(parents=True)
+    files = [digit(tmp_path / "folder" / name) for name in ("[red].png", "b.PNG", "deeper/c.png")]
+    (tmp_path / "folder" / "notes.txt").write_text("not a picture, and nobody said it was")
+    assert main(["predict", str(run), str(tmp_path / "folder"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(one["file"] for one in found["predictions"]) == sorted(map(str, files))
+    assert found["failed"] == []
+    for one in found["predictions"]:
+        assert one["label"] in "0123456789"
+        assert len(one["votes"]) == 2
+        assert 0.1 <= one["confidence"] <= 1
+        assert 0 <= one["epistemic"] <= one["total"]
+    assert main(["predict", str(run), str(files[0])]) == 0
+    table = capsys.readouterr().out
+    first = next(one for one in found["predictions"] if one["file"] == str(files[0]))
+    assert str(files[0]) in table
+    assert f"{100 * first['confidence']:.1f} %" in table
+    assert ", ".join(first["votes"]) in table
+
+
+def test_bad_pictures_are_named_and_the_others_predicted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "empty").mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "colour.png")
+    digit(tmp_path / "large.png", size=20)
+    digit(tmp_path / "good.png")
+    names = ["text.png", "missing.png", "colour.png", "large.png", "empty", "good.png"]
+    assert main(["predict", str(run), *(str(tmp_path / name) for name in names), "--json"]) == 2
+    answer = capsys.readouterr()
+    found = json.loads(answer.out)
+    assert [Path(one["file"]).name for one in found["predictions"]] == ["good.png"]
+    assert sorted(Path(one["file"]).name for one in found["failed"]) == sorted(names[:-1])
+    for name in names[:-1]:
+        assert str(tmp_path / name) in answer.err
+    assert "20 x 20" in answer.err
+
+
+def test_pictures_are_prepared_as_the_training_images(
+    colour_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGBA", (50, 31), (200, 40, 40, 255)).save(tmp_path / "red.png")
+    Image.new("RGB", (9, 90), (40, 40, 200)).save(tmp_path / "blue.jpg", quality=95)
+    Image.new("L", (8, 8), 100).save(tmp_path / "grey.png")
+    assert main(["predict", str(colour_run), str(tmp_path), "--json"]) == 0
+    labels = {Path(one["file"]).name: one["label"] for one in json.loads(capsys.readouterr().out)["predictions"]}
+    assert labels.keys() == {"red.png", "blue.jpg", "grey.png"}
+    assert labels["red.png"] == "red"
+    assert labels["blue.jpg"] == "blue"
+
+
+def test_an_ensemble_may_abstain(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", str(run), str(digit(tmp_path / "one.png"))]
+    assert main([*words, "--abstain-below", "1.0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predictions"][0]["label"] is None
+    assert main([*words, "--abstain-below", "1.0"]) == 0
+    assert "abstains" in capsys.readouterr().out
+    assert main([*words, "--abstain-below", "2"]) == 2
+    assert "abstain_below=2" in capsys.readouterr().err
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--no-measure"]) == 0
+    table = capsys.readouterr().out
+    for name, recipe in RECIPES.items():
+        assert name in table
+        assert recipe.model in table
+    assert main(["recipes", "--no-measure", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(RECIPES)
+    assert Recipe.from_json({name: value for name, value in found["digits"].items() if name != "seconds"})
+
+
+def test_recipes_are_measured_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    small = Recipe(data="cifar10", model="resnet8", width=8, epochs=Epochs(1, 1, 1, 1), batch_size=8)
+    chosen = {"small": small, "own": Recipe(data="my/birds", model="resnet8", width=8)}
+    monkeypatch.setattr("plures.lab.commands.RECIPES", chosen)
+    assert main(["recipes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["small"]["seconds"] > 0
+    assert found["own"]["seconds"] is None  # nobody knows how many pictures there are
+    assert not (tmp_path / "cache").exists()
+
+
+def test_method_names_are_those_of_the_classes() -> None:
+    assert METHOD_NAMES == {
+        "orthogonal-dropout": "OrthogonalDropout",
+        "deterministic": "Deterministic",
+        "mc-dropout": "MCDropout",
+        "deep-ensemble": "DeepEnsemble",
+        "batch-ensemble": "BatchEnsemble",
+        "mimo": "MIMO",
+        "masksembles": "Masksembles",
+        "packed-ensemble": "PackedEnsemble",
+    }
+    assert kebab("private_norm") == "private-norm"
+
+
+def test_options_are_read_by_the_annotations_of_the_constructor() -> None:
+    mc_dropout = method_class("mc-dropout")
+    assert method_options(mc_dropout, ["passes=7", "rate=0.2"]) == {"passes": 7, "rate": 0.2}
+    assert method_options(mc_dropout, ["rate=none"]) == {"rate": None}
+    with pytest.raises(PluresError, match="passes=many"):
+        method_options(mc_dropout, ["passes=many"])
+
+
+def test_the_demonstration_compares_three_methods_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Recipe(limit=300, model="mlp", width=32, members=2, epochs=Epochs(2, 1, 2, 2), batch_size=32)
+    monkeypatch.setitem(recipes.RECIPES, "digits", small)
+    monkeypatch.chdir(tmp_path)
+    assert demo.main() == 0
+    first = capsys.readouterr()
+    rows = {line.split()[0]: line for line in first.out.splitlines() if line.split()}
+    assert rows["deterministic"].rstrip().endswith("1.00 x")
+    assert float(rows["deep-ensemble"].split()[-2]) > 1.5
+    assert float(rows["orthogonal-dropout"].split()[-2]) < 1.5
+    assert demo.main() == 0
+    again = capsys.readouterr()
+    assert again.out == first.out
+    assert "epoch" in first.err
+    assert "epoch" not in again.err

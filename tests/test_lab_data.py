@@ -1,0 +1,596 @@
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from plures.errors import PluresError
+from plures.lab.data import Augment, DataInfo, batches, open_data, read_image, steps
+from plures.lab.data import sources as sources_module
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path, monkeypatch):
+    """Every test has a cache and a working directory of its own, and no data directory."""
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PLURES_DATA", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def encoded(pixels, format="PNG"):
+    stream = io.BytesIO()
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(stream, format)
+    return stream.getvalue()
+
+
+def random_pictures(count, *shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return [encoded(rng.integers(0, 256, shape)) for _ in range(count)]
+
+
+def write_parquet(file, pictures, labels, names=("ant", "bee"), image="image", label="label", **columns):
+    cells = [{"bytes": picture, "path": None} for picture in pictures]
+    table = pa.table({image: cells, label: labels, **columns})
+    if names is not None:
+        features = {image: {"_type": "Image"}, label: {"names": list(names), "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, file, row_group_size=7)
+
+
+def write_folder(folder, pictures, labels, names=("ant", "bee"), suffix=".png"):
+    for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        file = folder / names[label] / f"{number:03}{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture)
+
+
+@pytest.fixture
+def bugs(tmp_path):
+    """A data directory with a colour set of 40 training and 10 test pictures of 8 x 8 pixels, classes 0 and 1."""
+    home = tmp_path / "data"
+    write_parquet(home / "bugs" / "train.parquet", random_pictures(40, 8, 8, 3), [0, 1] * 20)
+    write_parquet(home / "bugs" / "test.parquet", random_pictures(10, 8, 8, 3, seed=1), [0] * 5 + [1] * 5)
+    return home
+
+
+def loaded(split, *args, **options):
+    found = list(batches(split, *args, **options))
+    return torch.cat([images for images, _ in found]), torch.cat([labels for _, labels in found])
+
+
+# --- what is opened ---------------------------------------------------------------------------------------------------
+
+
+def test_digits_need_nothing_and_are_always_split_alike():
+    data = open_data(validation=0)
+    assert (len(data.train), len(data.validation), len(data.test)) == (1347, 0, 450)
+    assert (data.channels, data.size, data.classes) == (1, 8, [str(digit) for digit in range(10)])
+    assert data.train.images.shape == (1347, 8, 8, 1)
+    assert data.train.images.dtype == np.uint8
+    assert (data.train.images.min(), data.train.images.max()) == (0, 255)
+    counts = np.bincount(data.test.labels)
+    assert counts.min() >= 43
+    assert counts.max() <= 46
+    assert open_data(validation=0, seed=5).fingerprint == data.fingerprint  # no choice was made by the seed
+
+
+def test_splits_are_memory_maps_with_labels_and_names(bugs):
+    data = open_data("bugs", data_dir=bugs, validation=0)
+    assert isinstance(data.test.images, np.memmap)
+    assert data.test.labels.tolist() == [0] * 5 + [1] * 5
+    assert data.test.labels.dtype == np.int64
+    assert data.classes == ["ant", "bee"]
+    with Image.open(io.BytesIO(random_pictures(40, 8, 8, 3)[7])) as picture:
+        np.testing.assert_array_equal(data.train.images[7], np.asarray(picture))
+
+
+def test_data_directory_may_come_from_the_environment(bugs, monkeypatch):
+    monkeypatch.setenv("PLURES_DATA", str(bugs))
+    assert len(open_data("bugs").test) == 10
+
+
+def test_paths_to_folders_and_files_are_names_too(bugs):
+    assert len(open_data(str(bugs / "bugs")).test) == 10
+    only_test = open_data(str(bugs / "bugs" / "test.parquet"))
+    assert (len(only_test.train), len(only_test.test)) == (0, 10)
+    only_train = open_data(str(bugs / "bugs" / "train.parquet"), validation=0)
+    assert (len(only_train.train), len(only_train.test)) == (40, 0)
+
+
+def test_built_in_name_is_not_a_folder_that_happens_to_be_here():
+    Path("digits").mkdir()  # such as a run folder
+    assert len(open_data("digits").test) == 450
+
+
+def test_local_folder_goes_before_the_built_in_data(tmp_path):
+    write_parquet(tmp_path / "digits" / "test.parquet", random_pictures(3, 9, 9), [0, 1, 0])
+    assert open_data("digits", data_dir=tmp_path).size == 9
+
+
+def test_sharded_parquet_in_a_subfolder_of_a_clone(tmp_path):
+    home = tmp_path / "clone" / "data"
+    pictures = random_pictures(6, 4, 4)
+    write_parquet(home / "train-00000-of-00002.parquet", pictures[:3], [0, 1, 0])
+    write_parquet(home / "train-00001-of-00002.parquet", pictures[3:], [1, 1, 1])
+    write_parquet(home / "extra-00000-of-00001.parquet", pictures, [0] * 6)
+    data = open_data(str(tmp_path / "clone"), validation=0)
+    assert data.train.labels.tolist() == [0, 1, 0, 1, 1, 1]
+
+
+def test_columns_of_cifar100_the_fine_label_counts(tmp_path):
+    names = ("apple", "bear", "cup")
+    file = tmp_path / "c" / "train.parquet"
+    pictures = random_pictures(3, 4, 4, 3)
+    write_parquet(file, pictures, [2, 0, 1], names, image="img", label="fine_label", coarse_label=[0, 0, 0])
+    data = open_data(str(tmp_path / "c"), validation=0)
+    assert data.train.labels.tolist() == [2, 0, 1]
+    assert data.classes == list(names)
+
+
+def test_labels_without_names(tmp_path):
+    write_parquet(tmp_path / "words" / "train.parquet", random_pictures(3, 4, 4), ["dog", "cat", "dog"], names=None)
+    words = open_data(str(tmp_path / "words"), validation=0)
+    assert (words.classes, words.train.labels.tolist()) == (["cat", "dog"], [1, 0, 1])
+    write_parquet(tmp_path / "numbers" / "train.parquet", random_pictures(2, 4, 4), [2, 0], names=None)
+    assert open_data(str(tmp_path / "numbers"), validation=0).classes == ["0", "1", "2"]
+
+
+def test_validation_split_stands_in_for_a_missing_test_split(tmp_path):
+    write_parquet(tmp_path / "t" / "train.parquet", random_pictures(20, 4, 4), [0, 1] * 10)
+    write_parquet(tmp_path / "t" / "valid.parquet", random_pictures(6, 4, 4, seed=1), [0, 1] * 3)
+    data = open_data(str(tmp_path / "t"), validation=4)
+    assert (len(data.train), len(data.validation), len(data.test)) == (16, 4, 6)
+    write_parquet(tmp_path / "t" / "test.parquet", random_pictures(5, 4, 4, seed=2), [0] * 5)
+    data = open_data(str(tmp_path / "t"), validation=4)  # its own validation images are kept
+    assert (len(data.train), len(data.validation), len(data.test)) == (20, 6, 5)
+
+
+def test_image_folder_and_parquet_give_the_same_cache(tmp_path):
+    pictures, labels = random_pictures(12, 6, 6, 3), [0] * 5 + [1] * 7
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "parquet" / f"{split}.parquet", pictures, labels)
+        write_folder(tmp_path / "folder" / split, pictures, labels)
+    (tmp_path / "folder" / "train" / "ant" / "notes.txt").write_text("not a picture")
+    one = open_data(str(tmp_path / "parquet"))
+    two = open_data(str(tmp_path / "folder"))
+    assert one.fingerprint == two.fingerprint
+    assert one.train.pixels.filename == two.train.pixels.filename  # one file serves both
+    assert one.classes == two.classes
+    assert one.train.labels.tolist() == two.train.labels.tolist()
+
+
+def test_class_folders_without_a_train_folder_are_training_data(tmp_path):
+    write_folder(tmp_path / "plain", random_pictures(4, 5, 5), [0, 0, 1, 1])
+    data = open_data(str(tmp_path / "plain"), validation=0)
+    assert (data.train.labels.tolist(), data.classes, len(data.test)) == ([0, 0, 1, 1], ["ant", "bee"], 0)
+
+
+def test_hub_data_are_loaded_once(monkeypatch):
+    calls = []
+
+    def load_dataset(hub_id, configuration):
+        calls.append((hub_id, configuration))
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
+        rows = {"image": [{"bytes": p, "path": None} for p in random_pictures(300, 4, 4, 3)], "label": [0, 1] * 150}
+        return datasets.DatasetDict({split: datasets.Dataset.from_dict(rows, features) for split in ("train", "test")})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *args, **options: None)
+    data = open_data("svhn")
+    assert set(calls) == {("ufldl-stanford/svhn", "cropped_digits")}
+    assert (data.classes, len(data.test), data.test.labels[:3].tolist()) == (["no", "yes"], 300, [0, 1, 0])
+    calls.clear()
+    assert open_data("svhn").fingerprint == data.fingerprint
+    assert calls == []
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_without_network_one_sentence_says_where_to_put_the_data(tmp_path, monkeypatch):
+    def unreachable(*args, **options):
+        raise OSError("Name or service not known\nand much more noise")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    with pytest.raises(PluresError) as caught:
+        open_data("cifar10", data_dir=tmp_path / "mine")
+    message = str(caught.value)
+    assert str(tmp_path / "mine" / "cifar10") in message
+    assert "uoft-cs/cifar10" in message
+    assert "\n" not in message
+    assert "noise" not in message
+    assert caught.value.__suppress_context__
+    with pytest.raises(PluresError, match="PLURES_DATA"):
+        open_data("cifar10")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("mnst", "mnist"), ("./nowhere", "nowhere"), ("/no/such/folder", "no/such/folder")]
+)
+def test_unknown_names(name, words):
+    with pytest.raises(PluresError, match=words):
+        open_data(name)
+
+
+def test_folders_that_hold_no_data(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PluresError, match="neither"):
+        open_data(str(tmp_path / "empty"))
+    (tmp_path / "broken.parquet").write_text("no")
+    with pytest.raises(PluresError, match=r"broken\.parquet"):
+        open_data(str(tmp_path / "broken.parquet"))
+    write_parquet(tmp_path / "other.parquet", random_pictures(2, 4, 4), [0, 1], image="photo")
+    with pytest.raises(PluresError, match="image or img"):
+        open_data(str(tmp_path / "other.parquet"))
+    write_parquet(tmp_path / "secret.parquet", random_pictures(2, 4, 4), [0, -1])
+    with pytest.raises(PluresError, match="row 1 of .* label -1"):
+        open_data(str(tmp_path / "secret.parquet"))
+
+
+def test_class_of_the_test_folder_that_training_does_not_know(tmp_path):
+    write_folder(tmp_path / "f" / "train", random_pictures(2, 4, 4), [0, 1])
+    write_folder(tmp_path / "f" / "test", random_pictures(2, 4, 4), [0, 1], names=("ant", "images"))
+    with pytest.raises(PluresError, match="images"):
+        open_data(str(tmp_path / "f"))
+
+
+@pytest.mark.parametrize("damage", [b"this is no picture", random_pictures(1, 20, 20, 3)[0][:200]])
+def test_damaged_picture_is_named(tmp_path, damage):
+    write_folder(tmp_path / "f", random_pictures(3, 20, 20, 3), [0, 1, 1])
+    (tmp_path / "f" / "bee" / "broken.png").write_bytes(damage)
+    with pytest.raises(PluresError, match=r"broken\.png"):
+        open_data(str(tmp_path / "f"))
+
+
+def test_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PluresError, match="cache_dir or PLURES_CACHE"):
+        open_data("digits", cache_dir=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "options", [{"validation": 5000}, {"validation": -1}, {"limit": 0}, {"size": 0}, {"cache_size": 9}, {"seed": -1}]
+)
+def test_numbers_that_make_no_sense(options):
+    with pytest.raises(PluresError):
+        open_data("digits", **options)
+
+
+# --- preparation ------------------------------------------------------------------------------------------------------
+
+
+def test_exact_factors_are_averaged(bugs):
+    full, half = (open_data("bugs", data_dir=bugs, size=size) for size in (None, 4))
+    blocks = full.test.images.reshape(10, 4, 2, 4, 2, 3).astype(float).mean((2, 4))
+    assert np.abs(half.test.images - blocks).max() <= 0.5
+    assert half.size == 4
+
+
+def test_photographs_of_different_sizes_need_a_size(tmp_path):
+    write_folder(tmp_path / "p", [encoded(np.full((20, 30, 3), 9)), encoded(np.full((40, 25, 3), 7))], [0, 1])
+    with pytest.raises(PluresError, match="size="):
+        open_data(str(tmp_path / "p"))
+    data = open_data(str(tmp_path / "p"), size=10, validation=0)
+    assert data.train.images.shape == (2, 10, 10, 3)
+    assert data.train.images[:, 0, 0, 0].tolist() == [9, 7]
+
+
+def test_middle_of_the_longer_side_is_kept(tmp_path):
+    wide = np.zeros((10, 30, 3))
+    wide[:, 10:20] = 255
+    write_folder(tmp_path / "w", [encoded(wide)], [0])
+    data = open_data(str(tmp_path / "w"), size=5, validation=0)
+    assert data.train.images[0, :, 1:4].min() == 255
+
+
+def test_one_colour_picture_makes_all_rgb(tmp_path):
+    grey, colour = random_pictures(1, 6, 6), random_pictures(1, 6, 6, 3)
+    write_folder(tmp_path / "grey", grey * 2, [0, 1])
+    assert open_data(str(tmp_path / "grey"), validation=0).channels == 1
+    write_folder(tmp_path / "mixed", grey + colour, [0, 1])
+    mixed = open_data(str(tmp_path / "mixed"), validation=0)
+    assert mixed.channels == 3
+    assert (mixed.train.images[0] == mixed.train.images[0][:, :, :1]).all()
+
+
+def test_transparent_is_white_and_turned_photographs_stand_upright(tmp_path):
+    clear = np.zeros((6, 6, 4))
+    write_folder(tmp_path / "clear", [encoded(clear)], [0])
+    assert open_data(str(tmp_path / "clear"), validation=0).train.images.min() == 255
+    picture = Image.fromarray(np.vstack([np.full((8, 16, 3), 250), np.zeros((8, 16, 3))]).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", exif=exif, quality=95)
+    write_folder(tmp_path / "turned", [stream.getvalue()], [0], suffix=".jpg")
+    images = open_data(str(tmp_path / "turned"), validation=0).train.images[0]
+    assert images[:6].max() < 60
+    assert images[-6:].min() > 190
+
+
+def test_deep_pixels_are_refused_and_not_clipped(tmp_path):
+    stream = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 3000, np.uint16)).save(stream, "PNG")
+    write_folder(tmp_path / "deep", [stream.getvalue()], [0])
+    with pytest.raises(PluresError, match="8 bits"):
+        open_data(str(tmp_path / "deep"))
+
+
+def test_constants_come_from_the_training_images_alone(bugs):
+    data = open_data("bugs", data_dir=bugs, validation=0.25)
+    train = torch.from_numpy(data.train.images).double() / 255
+    torch.testing.assert_close(data.mean.double(), train.mean((0, 1, 2)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(data.std.double(), train.std((0, 1, 2), correction=0), rtol=0, atol=1e-6)
+    images, _ = loaded(data.train, 7, shuffle=False)
+    assert images.mean((0, 2, 3)).abs().max() < 1e-5
+    torch.testing.assert_close(images.std((0, 2, 3), correction=0), torch.ones(3))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    expected = (torch.from_numpy(data.train.images).permute(0, 3, 1, 2) / 255 - data.mean[:, None, None]) / data.std[
+        :, None, None
+    ]
+    torch.testing.assert_close(data.normalise(torch.from_numpy(data.train.images)), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(PluresError, match="uint8"):
+        data.normalise(images)
+
+
+def test_validation_is_carved_by_class_from_train(bugs):
+    whole = open_data("bugs", data_dir=bugs, validation=0)
+    data = open_data("bugs", data_dir=bugs, validation=0.2, seed=3)
+    assert np.bincount(data.validation.labels).tolist() == [4, 4]
+    assert sorted([*data.train.rows, *data.validation.rows]) == list(range(40))
+    assert (data.test.images == whole.test.images).all()
+    again, other = (open_data("bugs", data_dir=bugs, validation=0.2, seed=seed) for seed in (3, 4))
+    assert again.fingerprint == data.fingerprint
+    assert other.fingerprint != data.fingerprint
+    assert other.validation.rows.tolist() != data.validation.rows.tolist()
+
+
+def test_limit_takes_equally_many_of_each_class(tmp_path):
+    labels = [0] * 30 + [1] * 10 + [2] * 3
+    write_parquet(tmp_path / "u.parquet", random_pictures(43, 4, 4), labels, names=("a", "b", "c"))
+    assert np.bincount(open_data(str(tmp_path / "u.parquet"), limit=9, validation=0).train.labels).tolist() == [3, 3, 3]
+    uneven = open_data(str(tmp_path / "u.parquet"), limit=17, validation=0)
+    assert np.bincount(uneven.train.labels).tolist() == [7, 7, 3]
+    carved = open_data(str(tmp_path / "u.parquet"), limit=20, validation=4)
+    assert (len(carved.train), len(carved.validation)) == (16, 4)
+
+
+def test_data_with_a_test_split_only_are_prepared_like_other_data(bugs, tmp_path):
+    write_parquet(tmp_path / "data" / "odd" / "test.parquet", random_pictures(5, 9, 9), [0, 1, 0, 1, 0])
+    known = open_data("bugs", data_dir=bugs)
+    odd = open_data("odd", data_dir=bugs, like=known.info)
+    assert (odd.channels, odd.size) == (3, 8)
+    assert torch.equal(odd.mean, known.mean)
+    images, labels = loaded(odd.test, 2, shuffle=False)
+    assert images.shape == (5, 3, 8, 8)
+    assert labels.tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(PluresError, match="odd has no train images"):
+        batches(odd.train, 4)
+    with pytest.raises(PluresError, match="like="):
+        loaded(open_data("odd", data_dir=bugs).test, 2)
+
+
+def test_info_survives_json(bugs):
+    info = open_data("bugs", data_dir=bugs).info
+    assert DataInfo(**json.loads(json.dumps(dataclasses.asdict(info)))) == info
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def cache_files(tmp_path):
+    return sorted((tmp_path / "cache").glob("*/train-images.npy"))
+
+
+def test_warm_cache_does_not_read_the_source_again(bugs, tmp_path, monkeypatch):
+    first = open_data("bugs", data_dir=bugs)
+    monkeypatch.setattr(sources_module, "read_parquet", lambda files: pytest.fail("read again"))
+    assert open_data("bugs", data_dir=bugs).fingerprint == first.fingerprint
+
+
+def test_changed_source_is_decoded_again(bugs):
+    first = open_data("bugs", data_dir=bugs)
+    write_parquet(bugs / "bugs" / "train.parquet", random_pictures(40, 8, 8, 3, seed=9), [0, 1] * 20)
+    second = open_data("bugs", data_dir=bugs)
+    assert second.fingerprint != first.fingerprint
+    assert not np.array_equal(second.train.images, first.train.images)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "checksums"])
+def test_damaged_cache_is_written_again(bugs, tmp_path, damage):
+    before = open_data("bugs", data_dir=bugs, validation=0).train.images.copy()
+    (file,) = cache_files(tmp_path)
+    content = bytearray(file.read_bytes())
+    if damage == "truncate":
+        file.write_bytes(content[:-100])
+    elif damage == "flip":
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif damage == "remove":
+        file.unlink()
+    else:
+        (file.parent / "checksums.json").write_text("{")
+    np.testing.assert_array_equal(open_data("bugs", data_dir=bugs, validation=0).train.images, before)
+
+
+def test_remains_of_a_killed_process_do_no_harm(bugs, tmp_path):
+    open_data("bugs", data_dir=bugs)
+    (file,) = cache_files(tmp_path)
+    file.parent.rename(file.parent.with_suffix(".partial"))  # killed before the last step
+    (file.parent.with_suffix(".partial") / "rubbish").write_text("")
+    assert len(open_data("bugs", data_dir=bugs).test) == 10
+    assert [entry.name for entry in (tmp_path / "cache").glob("*.partial")] == []
+    assert not (file.parent / "rubbish").exists()
+
+
+def test_two_processes_at_the_same_time_share_one_cache(bugs, tmp_path):
+    code = f"from plures.lab.data import open_data; print(open_data('bugs', data_dir={str(bugs)!r}).fingerprint)"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
+        for _ in range(2)
+    ]
+    answers = {process.communicate()[0].strip() for process in running}
+    assert answers == {open_data("bugs", data_dir=bugs).fingerprint}
+    assert len(cache_files(tmp_path)) == 1
+
+
+def test_import_is_light():
+    code = "import sys, plures.lab.data; print(*{'torchmetrics', 'transformers', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_sees_every_image_once_in_order():
+    data = open_data("digits")
+    found = list(batches(data.test, 64, shuffle=False))
+    assert [len(labels) for _, labels in found] == [64] * 7 + [2]
+    assert torch.cat([labels for _, labels in found]).tolist() == data.test.labels.tolist()
+    assert len(found) == steps(data.test, 64) == 8
+
+
+def test_epoch_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator_alone():
+    data = open_data("digits")
+    options = {"augment": Augment(crop=1, flip=True), "seed": 4}
+    state = torch.get_rng_state()
+    one, labels = loaded(data.train, 100, epoch=2, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    two, _ = loaded(data.train, 100, epoch=2, **options)
+    assert torch.equal(one, two)
+    for alone in ({"augment": None}, {"shuffle": False, "augment": Augment(crop=1)}):  # order, then augmentation
+        first, next_epoch, other_seed = (
+            loaded(data.train, 100, epoch=epoch, seed=seed, **alone)[0] for epoch, seed in ((2, 4), (3, 4), (2, 5))
+        )
+        assert not torch.equal(first, next_epoch)
+        assert not torch.equal(first, other_seed)
+    assert sorted(labels.tolist()) == sorted(data.train.labels.tolist())
+
+
+def test_ranks_share_an_epoch_with_equal_steps():
+    data = open_data("digits", validation=0)  # 1347 is no multiple of 4
+    whole = [loaded(data.train, 32, seed=1, rank=rank, world=4) for rank in range(4)]
+    assert {len(labels) for _, labels in whole} == {337}
+    interleaved = torch.stack([images for images, _ in whole], dim=1).flatten(0, 1)[: len(data.train)]
+    alone, _ = loaded(data.train, 1347, seed=1)
+    assert torch.equal(interleaved, alone)
+
+
+def test_drop_last_drops_but_never_everything():
+    data = open_data("digits", validation=0)
+    assert [len(labels) for _, labels in batches(data.train, 1000, drop_last=True)] == [1000]
+    with pytest.raises(PluresError, match="larger than"):
+        batches(data.train, 2000, drop_last=True)
+    with pytest.raises(PluresError, match="rank"):
+        batches(data.train, 10, rank=2, world=2)
+
+
+# --- augmentation -----------------------------------------------------------------------------------------------------
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_crops_are_shifted_images_with_zeros_outside():
+    images = (1 + torch.rand(200, 3, 6, 6)).to(memory_format=torch.channels_last)
+    changed = Augment(crop=2)(images, 6, generator())
+    assert changed.is_contiguous(memory_format=torch.channels_last)
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    seen = set()
+    for number in range(200):
+        places = [
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if torch.equal(padded[number, :, y : y + 6, x : x + 6], changed[number])
+        ]
+        assert len(places) == 1
+        seen.update(places)
+    assert len(seen) == 25
+
+
+def test_flip_mirrors_half_of_the_images():
+    images = torch.rand(400, 1, 5, 5)
+    changed = Augment(flip=True)(images, 5, generator())
+    mirrored = (changed == images.flip(3)).flatten(1).all(1)
+    kept = (changed == images).flatten(1).all(1)
+    assert bool((mirrored ^ kept).all())
+    assert 150 < int(mirrored.sum()) < 250
+
+
+def test_resized_crops_are_parts_of_the_image():
+    ramp = torch.arange(32.0).expand(1, 32, 32)
+    images = torch.stack([torch.cat([ramp, ramp.mT])] * 300)  # first channel grows to the right, second one downwards
+    changed = Augment(resized_crop=(0.25, 1.0))(images, 16, generator())
+    assert changed.shape == (300, 2, 16, 16)
+    width, height = changed[:, 0].diff(dim=2).mean((1, 2)) / 2, changed[:, 1].diff(dim=1).mean((1, 2)) / 2
+    area = width * height
+    assert 0.24 < area.min() < 0.4
+    assert 0.85 < area.max() < 1.01
+    assert changed.min() >= 0
+    assert changed.max() <= 31
+    assert changed[:, 0].std(dim=1).max() < 1e-4  # columns stay upright
+    flipped = Augment(resized_crop=(0.25, 1.0), flip=True)(images, 16, generator())
+    falling = flipped[:, 0].diff(dim=2).mean((1, 2)) < 0
+    assert 100 < int(falling.sum()) < 200
+
+
+def test_larger_cache_is_cut_to_the_middle_or_at_random(bugs):
+    data = open_data("bugs", data_dir=bugs, size=4, cache_size=8, validation=0)
+    assert data.train.images.shape == (40, 8, 8, 3)
+    images, _ = loaded(data.train, 40, shuffle=False)
+    middle = data.normalise(torch.from_numpy(data.train.images[:, 2:6, 2:6].copy()))
+    torch.testing.assert_close(images, middle)
+    cropped, _ = loaded(data.train, 40, shuffle=False, augment=Augment())
+    assert cropped.shape == images.shape
+    assert not torch.equal(cropped, images)
+
+
+@pytest.mark.parametrize(
+    "options", [{"crop": -1}, {"resized_crop": (0.5, 0.2)}, {"crop": 2, "resized_crop": (0.5, 1.0)}]
+)
+def test_augmentation_that_makes_no_sense(options):
+    with pytest.raises(PluresError):
+        Augment(**options)
+
+
+# --- single pictures --------------------------------------------------------------------------------------------------
+
+
+def test_read_image_prepares_a_file_as_the_data_were(bugs, tmp_path):
+    file = tmp_path / "one.png"
+    file.write_bytes(random_pictures(10, 8, 8, 3, seed=1)[4])
+    for options in ({}, {"size": 4}, {"size": 4, "cache_size": 6}):
+        data = open_data("bugs", data_dir=bugs, **options)
+        expected, _ = loaded(data.test, 10, shuffle=False)
+        pixels = read_image(file, data.info)
+        assert torch.equal(data.normalise(torch.from_numpy(pixels)[None])[0], expected[4])
+    file.write_bytes(random_pictures(1, 30, 20)[0])  # grey, and of another size
+    assert read_image(file, data.info).shape == (4, 4, 3)
+
+
+def test_read_image_refuses_what_does_not_fit(bugs, tmp_path):
+    info = open_data("bugs", data_dir=bugs).info
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "large.png").write_bytes(random_pictures(1, 9, 9, 3)[0])
+    for name in ("text.png", "large.png", "missing.png", "."):
+        with pytest.raises(PluresError, match=name):
+            read_image(tmp_path / name, info)
+    with pytest.raises(PluresError, match="colour"):
+        read_image(tmp_path / "large.png", open_data("digits").info)
