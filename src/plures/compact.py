@@ -7,9 +7,11 @@ others; `owners/NAME` says where they belong. While members are untrained it als
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plures.ensemble import as_stored
@@ -35,9 +37,9 @@ def to_tensors(ensemble: OrthogonalDropout, dtype: torch.dtype | None) -> dict[s
         digits = torch.where(owners == FREE, ensemble.members, owners.int())
         result[f"owners/{name}"] = pack(digits, ensemble.members + some_free)
         for member in range(ensemble.members):
-            result[_place(member, name)] = stored[(owners == member).expand_as(stored)]
+            result[_place(member, name)] = _values(stored, owners, member)
         if some_free:
-            result[f"free/{name}"] = stored[(owners == FREE).expand_as(stored)]
+            result[f"free/{name}"] = _values(stored, owners, FREE)
     for member in range(ensemble.members):
         result |= {_place(member, name): row.detach() for name, row in ensemble.private.rows(member).items()}
     complete = len(ensemble.trained) == ensemble.members
@@ -62,9 +64,9 @@ def from_tensors(ensemble: OrthogonalDropout, read: Callable[[str], Tensor], nam
     with torch.no_grad():
         for name, owner in ensemble.owners.items():
             for member in members:
-                _fill(weights[name], owner == member, read(_place(member, name)))
+                _fill(weights[name], owner, member, read(_place(member, name)))
             if ensemble.loaded is None and f"free/{name}" in available:
-                _fill(weights[name], owner == FREE, read(f"free/{name}"))
+                _fill(weights[name], owner, FREE, read(f"free/{name}"))
         for name, tensor in weights.items():
             if f"given/{name}" in available:
                 tensor.copy_(read(f"given/{name}"))
@@ -77,9 +79,31 @@ def _place(member: int, name: str) -> str:
     return f"member {member}/{name}"
 
 
-def _fill(weight: Tensor, where: Tensor, values: Tensor) -> None:
-    where = where.expand_as(weight)
-    if int(where.sum()) != values.numel():
-        raise PluresError(f"{values.numel()} values are stored where {int(where.sum())} belong")
-    # Not masked_scatter_: in place it would write into a copy of a weight that is not contiguous.
-    weight.copy_(weight.masked_scatter(where, values.to(weight.device, weight.dtype)))
+# Below by numpy and bits, whatever the dtype: choosing and filling places takes torch several times as long.
+
+
+def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
+    """Gather what a member owns of a weight, in order."""
+    weight = weight.cpu().contiguous()
+    return torch.from_numpy(_bits(weight)[_places(weight, owners, member)]).view(weight.dtype)
+
+
+def _fill(weight: Tensor, owners: Tensor, member: int, values: Tensor) -> None:
+    """Put a member's values back to their places."""
+    places = _places(weight, owners, member)
+    if places.size != values.numel():
+        raise PluresError(f"{values.numel()} values are stored where {places.size} belong")
+    filled = weight.detach().cpu().contiguous()
+    _bits(filled)[places] = _bits(values.to(weight.dtype))
+    if filled.data_ptr() != weight.data_ptr():  # on another device, or not contiguous
+        weight.copy_(filled)
+
+
+def _places(weight: Tensor, owners: Tensor, member: int) -> NDArray[np.int64]:
+    owned: NDArray[np.bool_] = owners.cpu().numpy() == member
+    return np.flatnonzero(np.broadcast_to(owned, weight.shape))
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(integers[tensor.element_size()]).numpy()

@@ -1,6 +1,7 @@
 """The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class TopK(nn.Module):
     """
 
     free: Tensor
+    handicap: Tensor
 
     def __init__(self, scores: Tensor, free: Tensor, count: int, literal: bool = False) -> None:
         super().__init__()
@@ -54,14 +56,15 @@ class TopK(nn.Module):
         # Scores stay float32 under half-precision weights: in bfloat16 most of them would tie.
         self.scores = nn.Parameter(scores.detach().float().clone(memory_format=torch.contiguous_format))
         self.register_buffer("free", free.float().contiguous(), persistent=False)
+        # Added to |score|: excluded weights rank as -inf, below every free one; at 0 they would win a tie.
+        lowest = torch.finfo(torch.float32).min
+        self.register_buffer("handicap", torch.where(free, 0.0, lowest).contiguous(), persistent=False)
         self.count = count
         self.literal = literal
 
     def chosen(self) -> Tensor:
         """Tell which weights are in use, as a boolean mask; of equal scores the first ones win."""
-        # Excluded weights rank as -inf, below every free one: at 0 they would win a tie.
-        lowest = torch.finfo(torch.float32).min
-        rank = self.scores.detach().abs().float().add_((self.free.float() - 1).mul_(-lowest)).reshape(-1)
+        rank = self.scores.detach().abs().float().add_(self.handicap).reshape(-1)
         if self.count == 0:
             return torch.zeros_like(self.scores, dtype=torch.bool)
         if rank.is_cpu and not torch.compiler.is_compiling():
@@ -94,9 +97,9 @@ class _StraightThrough(torch.autograd.Function):
         weight, scores, chosen, free = ctx.saved_tensors
         to_weight = gradient * chosen if ctx.needs_input_grad[0] else None
         # Excluded scores get no gradient: it would count in gradient clipping.
-        to_scores = (gradient * weight).sum_to_size(scores.shape).to(scores.dtype) * free
+        to_scores = (gradient * weight).sum_to_size(scores.shape).to(scores.dtype).mul_(free)
         if not ctx.literal:
-            to_scores = to_scores * scores.sign()
+            to_scores.mul_(scores.sign())
         return to_weight, to_scores, None, None, None
 
 
@@ -130,33 +133,38 @@ def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 class PackedOwners(nn.Module):
     """Hold the owners of a weight in half a byte each, where there are at most 15 members.
 
-    part = PackedOwners(owners, members=5).owned_part(weight, member=2)
+        part = PackedOwners(owners, members=5).owned_part(weight, member=2)
+
+    A byte holds the owner of a weight in the first half of the rows and of its fellow in the second half, so that a
+    run of rows unpacks by one operation.
     """
 
     packed: Tensor
 
     def __init__(self, owners: Tensor, members: int) -> None:
         super().__init__()
-        self.shape = owners.shape
+        self.rows = owners.shape[0]
         self.halves = members <= 15  # a free weight's 255 becomes 15, which is no member either
-        rows = owners.reshape(owners.shape[0], -1)
         if self.halves:
-            rows = nn.functional.pad(rows & 15, (0, rows.shape[1] % 2))
-            rows = rows[:, ::2] | (rows[:, 1::2] << 4)
-        self.register_buffer("packed", rows.contiguous())
+            first, second = owners[: (self.rows + 1) // 2] & 15, owners[(self.rows + 1) // 2 :] & 15
+            owners = first.clone()
+            owners[: len(second)] |= second << 4
+        self.register_buffer("packed", owners)
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Unpack the owners of some rows of the weight."""
-        rows = self.packed[start:stop]
-        if self.halves:
-            rows = torch.stack([rows & 15, rows >> 4], dim=2).flatten(1)[:, : self.shape[1:].numel()]
-        return rows.reshape(-1, *self.shape[1:])
+    def unpack(self, start: int, stop: int) -> Tensor:
+        """Give the owners of some rows, none of which may lie in the other half than the first."""
+        if not self.halves:
+            return self.packed[start:stop]
+        half = len(self.packed)
+        return self.packed[start:stop] & 15 if start < half else self.packed[start - half : stop - half] >> 4
 
     def owned_part(self, weight: Tensor, member: int) -> Tensor:
         """Cut one member out of a weight, unpacking a few rows at a time."""
+        ends = [0, len(self.packed), self.rows] if self.halves else [0, self.rows]
         if not _plain(weight):
-            return weight.clone().masked_fill_(self.rows(0, self.shape[0]) != member, 0.0)
-        return _cut(weight, lambda start, stop: self.rows(start, stop).numpy(), member)
+            owners = torch.cat([self.unpack(*pair) for pair in pairwise(ends)])
+            return weight.clone().masked_fill_(owners != member, 0.0)
+        return _cut(weight, lambda start, stop: self.unpack(start, stop).numpy(), member, ends)
 
 
 def _plain(weight: Tensor) -> bool:
@@ -164,14 +172,18 @@ def _plain(weight: Tensor) -> bool:
     return ready and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled())
 
 
-def _cut(weight: Tensor, owners: Callable[[int, int], NDArray[np.uint8]], member: int) -> Tensor:
+def _cut(
+    weight: Tensor, owners: Callable[[int, int], NDArray[np.uint8]], member: int, ends: Sequence[int] = ()
+) -> Tensor:
     """Do by bits, a few rows at a time, what a choice by booleans does several times slower and with more memory."""
     bits = weight.detach().numpy().view(np.int32)
     part = np.empty_like(bits)
     step = max(1, 2**16 * len(bits) // bits.size)
-    for start in range(0, len(bits), step):
-        keep = np.negative((owners(start, start + step) == member).astype(np.int32))
-        np.bitwise_and(bits[start : start + step], keep, out=part[start : start + step])
+    for first, last in pairwise(ends or (0, len(bits))):
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            keep = np.negative((owners(start, stop) == member).astype(np.int32))
+            np.bitwise_and(bits[start:stop], keep, out=part[start:stop])
     return torch.from_numpy(part.view(np.float32))
 
 

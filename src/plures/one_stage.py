@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
 from plures.initial import moments, restart
+from plures.layers import check_network
 from plures.role import tensors
 
 Init = Literal["given", "fresh"]
@@ -115,6 +116,7 @@ def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
 
     built = started(network, "fresh", seed=0)
     """
+    check_network(network)
     if init not in get_args(Init):
         raise PluresError(f"init={init!r}; use one of {', '.join(get_args(Init))}")
     result = copy.deepcopy(network)

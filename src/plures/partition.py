@@ -91,8 +91,9 @@ class Partition(nn.Module):
             buffer = self.get_buffer(self._buffer_names[name])
             if given.shape != buffer.shape or given.dtype != torch.uint8:
                 raise PluresError(f"owners of {name!r} must be uint8 of shape {tuple(buffer.shape)}")
-            count = np.bincount(given.cpu().numpy().reshape(-1), minlength=FREE + 1)
-            if count[self.members : FREE].any():
+            values = given.cpu().numpy()
+            count = {member: np.count_nonzero(values == member) for member in (*range(self.members), FREE)}
+            if sum(count.values()) != values.size:
                 raise PluresError(f"owners of {name!r} name a member beyond {self.members - 1}")
             for member in range(self.members):
                 if count[member] not in (0, self.budget(name, member)):

@@ -109,7 +109,7 @@ class _Slots(nn.Module):
                 f"the network made logits of shape {list(logits.shape)} from a batch of {len(slots[0])} samples; MIMO "
                 "needs [batch, classes]"
             )
-        return logits.reshape(len(logits), self.members, -1).transpose(0, 1)
+        return logits.reshape(len(logits), self.members, logits.shape[1] // self.members).transpose(0, 1)
 
 
 class _Training(Stage):

@@ -12,7 +12,7 @@ from plures import compact
 from plures.engines import Engine, Kind, Lean, Unfolded
 from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
-from plures.initial import moments, restart
+from plures.initial import Moments, moments, restart
 from plures.masks import Keep, TopK, mask_of, owned_part, put_on, unmasked
 from plures.partition import Granularity, Partition
 from plures.predictor import Arguments, call_with, logits_of
@@ -79,7 +79,7 @@ class OrthogonalDropout(Ensemble):
         self.draft: nn.Module | None = None  # the member in training, between two of its stages
         self.committed: list[list[str]] = [[] for _ in range(members)]  # the phases that each member has behind it
         self.attempts = [0] * members  # how often a member was thrown away: each attempt draws other numbers
-        self.moments = moments(network)
+        self._moments: Moments | None = None
         self.loaded: list[int] | None = None  # set where only some members were read from a file
         if not optimize_masks:
             self.partition.randomise(seed)
@@ -91,6 +91,13 @@ class OrthogonalDropout(Ensemble):
         """The members that can predict."""
         ready = [member for member, done in enumerate(self.committed) if {"finetune", "train"} & set(done)]
         return ready if self.loaded is None else [member for member in ready if member in self.loaded]
+
+    @property
+    def moments(self) -> Moments:
+        """The scale of each tensor's first values; measured when first asked for, which the first stage does."""
+        if self._moments is None:
+            self._moments = moments(self.network)
+        return self._moments
 
     @property
     def in_training(self) -> int | None:
@@ -237,7 +244,7 @@ class OrthogonalDropout(Ensemble):
         ensemble.optimize_masks, ensemble.classifier = options["optimize_masks"], options["classifier"]
         ensemble.committed = [list(done) for done in state["committed"]]
         ensemble.attempts = list(state["attempts"])
-        ensemble.moments = {name: (mean, deviation) for name, (mean, deviation) in state["moments"].items()}
+        ensemble._moments = {name: (mean, deviation) for name, (mean, deviation) in state["moments"].items()}
         if members is not None:
             ensemble.loaded = sorted({ensemble._ready(member) for member in members})
         compact.from_tensors(ensemble, read, names)
@@ -301,9 +308,10 @@ class OrthogonalDropout(Ensemble):
 
     def _start(self, member: int) -> nn.Module:
         network = copy.deepcopy(self.network)
+        known = self.moments  # also with given weights: measured now, while they are all there
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
-            restart(network, self.moments, names, self.seed, "member", member, self.attempts[member])
+            restart(network, known, names, self.seed, "member", member, self.attempts[member])
         return network
 
     def _scores(self, network: nn.Module, name: str, member: int) -> TopK:

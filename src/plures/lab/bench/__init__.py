@@ -1,0 +1,1 @@
+"""Speed and size against the alternatives, as ratios measured side by side in one run."""
