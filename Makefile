@@ -9,7 +9,7 @@ TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: demo test lint types bench docs clean
 
 demo: $(READY)  ## train on embedded data and print the table
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m plures.lab.demo
 
 test: $(READY) lint types  ## lint, types, tests
 	$(TEST_THREADS) $(BIN)/python -m pytest -n 2
@@ -22,7 +22,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)  ## ratios measured side by side in one run
-	$(BIN)/python -m benchmarks
+	$(BIN)/plures bench --out benchmarks
 
 docs: $(READY)  ## regenerate the figures that stand in docs/
 	$(BIN)/python examples/digits.py --markdown docs/digits.md

@@ -185,6 +185,12 @@ def test_train_and_eval_are_restored_and_predicting_changes_nothing(method, make
     assert_same(state_of(ensemble), before)
 
 
+@every_method
+def test_what_is_no_network_is_refused_at_once(method):
+    with pytest.raises(plures.PluresError, match="must be an nn.Module, not str"):
+        build(method, "resnet18")
+
+
 # --- seeds and training
 
 

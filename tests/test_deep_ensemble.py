@@ -158,6 +158,16 @@ def test_a_fixed_classifier_is_the_networks_and_stays():
     assert id(stage.network.classifier.weight) not in trainable
 
 
+def test_no_stage_can_change_a_fixed_classifier():
+    network = networks.resnet()
+    ensemble = DeepEnsemble(network, 2, classifier="fixed")
+    stage = ensemble.open(ensemble.plan()[0])
+    with torch.no_grad():
+        stage.network.classifier.weight.zero_()  # a loop that does not care what is frozen
+    stage.commit()
+    assert torch.equal(ensemble.networks[1].classifier.weight, network.classifier.weight)
+
+
 def test_a_private_classifier_is_each_members_own():
     ensemble = trained(networks.resnet(), 2)
     first, second = ensemble.member(0), ensemble.member(1)

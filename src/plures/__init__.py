@@ -18,15 +18,25 @@ from plures.version import __version__
 
 if TYPE_CHECKING:
     from plures import metrics
+    from plures.engines import Engine
     from plures.ensemble import Ensemble, Stage, Step
+    from plures.lab.engine import fit
     from plures.masks import Keep, TopK
+    from plures.methods.batch_ensemble import BatchEnsemble
+    from plures.methods.deep_ensemble import DeepEnsemble
+    from plures.methods.deterministic import Deterministic
+    from plures.methods.masksembles import Masksembles
+    from plures.methods.mc_dropout import MCDropout
+    from plures.methods.mimo import MIMO
     from plures.methods.orthogonal_dropout import OrthogonalDropout
+    from plures.methods.packed_ensemble import PackedEnsemble
     from plures.partition import Partition
     from plures.prediction import Prediction
     from plures.role import Role, roles
     from plures.storage import load, save
 
 _HOMES = {
+    "Engine": "plures.engines",
     "Ensemble": "plures.ensemble",
     "Keep": "plures.masks",
     "Partition": "plures.partition",
@@ -35,6 +45,7 @@ _HOMES = {
     "Stage": "plures.ensemble",
     "Step": "plures.ensemble",
     "TopK": "plures.masks",
+    "fit": "plures.lab.engine",  # needs the extra [lab]
     "load": "plures.storage",
     "roles": "plures.role",
     "save": "plures.storage",
@@ -42,9 +53,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "MIMO",
+    "BatchEnsemble",
+    "DeepEnsemble",
+    "Deterministic",
+    "Engine",
     "Ensemble",
     "Keep",
+    "MCDropout",
+    "Masksembles",
     "OrthogonalDropout",
+    "PackedEnsemble",
     "Partition",
     "PluresError",
     "Prediction",
@@ -53,6 +72,7 @@ __all__ = [
     "Step",
     "TopK",
     "__version__",
+    "fit",
     "load",
     "metrics",
     "roles",
@@ -65,7 +85,12 @@ def __getattr__(name: str) -> Any:
         return import_module("plures.metrics")
     if name not in _HOMES:
         raise AttributeError(f"module 'plures' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if not _HOMES[name].startswith("plures.lab"):
+            raise
+        raise PluresError(f"plures.{name} needs {error.name}: install the extra, pip install 'plures[lab]'") from error
     globals()[name] = value
     return value
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plures.ensemble import Loss, logits_of
+from plures.ensemble import Loss
 from plures.errors import PluresError
 from plures.layers import Layer, layers
+from plures.predictor import logits_of
 
 
 class Rows:

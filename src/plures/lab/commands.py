@@ -218,11 +218,53 @@ class Recipes:
         return 0
 
 
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed and size against the alternatives, as ratios in one run.
+
+    Examples:
+      plures bench                      everything, a quarter of an hour on two cores
+      plures bench --quick              only what has a bar
+      plures bench --out benchmarks     also write results.json and results.md
+
+    Two things are compared by running them in turn, so that a busy machine slows both; let it be idle all the same.
+    """
+
+    quick: Switch = False
+    """Measure only what has a bar."""
+    out: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """Write results.json and results.md into this folder."""
+    json: Switch = False
+    """Print JSON."""
+
+    after_interrupt: ClassVar[str] = "nothing was written"
+
+    def __call__(self) -> int:
+        """Measure, showing each ratio as it is found."""
+        from plures.lab.bench import suite
+
+        found, costs = [], []
+        for ratio in suite.ratios(self.quick):
+            found.append(ratio)
+            print(ratio, file=sys.stderr)
+        for cost in () if self.quick else suite.costs():
+            costs.append(cost)
+            print(cost, file=sys.stderr)
+        if self.out is not None:
+            suite.write(self.out, found, costs)
+        if self.json:
+            _print_json({"machine": suite.machine(), "ratios": [asdict(one) | {"met": one.met} for one in found]})
+        else:
+            print(suite.markdown(found, costs))
+        return 0
+
+
 COMMANDS: dict[str, type[Any]] = {
     "train": Train,
     "evaluate": Evaluate,
     "predict": Predict,
     "recipes": Recipes,
+    "bench": Bench,
 }
 
 

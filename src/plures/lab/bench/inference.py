@@ -48,7 +48,7 @@ def stacked(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:
 
     logits = stacked([network, other])(images)
     """
-    parameters, buffers = stack_module_state(networks)  # type: ignore[arg-type]
+    parameters, buffers = stack_module_state(networks)
     skeleton = copy.deepcopy(networks[0]).to("meta")
 
     def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from plures.lab.bench.measure import Action, Ratio, race
 from plures.lab.bench.subjects import CLASSES, Subject, images
 from plures.lab.data import Augment, batches, open_data
+from plures.lab.models import resnet8
 from plures.masks import TopK
 from plures.methods.orthogonal_dropout import OrthogonalDropout
 
@@ -18,7 +19,7 @@ def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> It
 
     for ratio in step_ratios(RESNET18, 64, "float32", rounds=3): print(ratio)
     """
-    network = subject.make().to(memory_format=torch.channels_last)
+    network = subject.make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     stages = OrthogonalDropout(network, 5).stages()
     rivals = {
         "masked training step / plain step": step_of(next(stages), batch, precision),
@@ -117,15 +118,14 @@ def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
     """
     data = open_data("digits")
     augment = Augment(crop=1)
-    from plures.lab.models import resnet8
-
-    network = resnet8(classes=10, channels=1, width=16).to(memory_format=torch.channels_last)
+    network = resnet8(classes=10, channels=1, width=16)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
 
     def train(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
         for _, (inputs, targets) in zip(range(steps), pairs, strict=False):
             optimizer.zero_grad()
-            F.cross_entropy(network(inputs), targets).backward()
+            loss: Tensor = F.cross_entropy(network(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     def pipeline() -> Iterator[tuple[Tensor, Tensor]]:
