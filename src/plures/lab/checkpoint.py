@@ -82,7 +82,7 @@ def prime(optimizer: Optimizer) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             else:
                 optimizer.state[parameter].update(
-                    step=torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
+                    step=torch.zeros((), dtype=torch.float32),
                     exp_avg=torch.zeros_like(parameter),
                     exp_avg_sq=torch.zeros_like(parameter),
                 )

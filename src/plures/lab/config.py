@@ -19,13 +19,14 @@ FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
 
 
-def describe(ensemble: Ensemble, data: Data, recipe: Recipe) -> dict[str, Any]:
+def describe(ensemble: Ensemble, data: Data, recipe: Recipe, precision: str) -> dict[str, Any]:
     """Put everything that decides about the result of a run into JSON values.
 
-        config = describe(ensemble, data, recipe)
+        config = describe(ensemble, data, recipe, precision="bf16")
         config["method"], config["recipe"]["seed"], config["data"]["fingerprint"]
 
-    It names no machine and no path, so that runs of different machines can be compared.
+    It names no machine and no path, so that runs of different machines can be compared. `precision` is what the
+    recipe's came to on this device.
     """
     shapes = json.dumps(ensemble.shapes)
     config = {
@@ -35,7 +36,7 @@ def describe(ensemble: Ensemble, data: Data, recipe: Recipe) -> dict[str, Any]:
         "data": {"fingerprint": data.fingerprint, **asdict(data.info)},
         "network": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         "options": ensemble.options(),
-        "environment": environment(),
+        "environment": {**environment(), "precision": precision},
     }
     value: dict[str, Any] = json.loads(json.dumps(config))  # tuples become lists, as they come back from the file
     return value

@@ -69,7 +69,7 @@ class Display(AbstractContextManager["Display"]):
     def say(self, text: str) -> None:
         """Show one message."""
         if not self.quiet:
-            self.console.print(Text(text))
+            self.console.print(Text(text), soft_wrap=True)
 
     def stage(self, step: Step, epoch: int) -> None:
         """Show that a stage goes on at an epoch."""
@@ -86,7 +86,9 @@ class Display(AbstractContextManager["Display"]):
         if not self.quiet and self._live is None and due:
             self._last_line = time.monotonic()
             number = [step.name for step in self.plan].index(record["stage"]) + 1
-            self.console.print(Text(f"[{number}/{len(self.plan)}] {record['stage']}  {self._line(record)}"))
+            self.console.print(
+                Text(f"[{number}/{len(self.plan)}] {record['stage']}  {self._line(record)}"), soft_wrap=True
+            )
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = [f"epoch {record['epoch']}/{record['epochs']}", f"loss {record['loss']:.3f}"]
@@ -106,9 +108,11 @@ class Display(AbstractContextManager["Display"]):
         for member in dict.fromkeys(step.member for step in self.plan):
             cells = {step.phase: self._cell(step) for step in self.plan if step.member == member}
             table.add_row("all" if member is None else f"member {member}", *(cells.get(one, "-") for one in phases))
-        total = sum(self.epochs.values())
-        line = Text("starting" if self.current not in self.latest else self._line(self.latest[self.current]))
-        return Group(table, ProgressBar(total=max(total, 1), completed=sum(self.reached.values()), width=60), line)
+        below = Table.grid()
+        total = max(sum(self.epochs.values()), 1)
+        below.add_row(ProgressBar(total=total, completed=sum(self.reached.values()), width=60))
+        below.add_row(self._line(self.latest[self.current]) if self.current in self.latest else "starting")
+        return Group(table, below)
 
     def _cell(self, step: Step) -> RenderableType:
         reached, epochs = self.reached[step.name], self.epochs[step.name]

@@ -17,7 +17,7 @@ from plures.lab.checkpoint import Position, pack, position_of, unpack
 from plures.lab.config import describe
 from plures.lab.data import Data
 from plures.lab.display import Display
-from plures.lab.loop import StageLoop, seed_of
+from plures.lab.loop import StageLoop
 from plures.lab.processes import Processes
 from plures.lab.recipes import Recipe
 from plures.lab.runfolder import RunFolder
@@ -49,7 +49,7 @@ def fit(
     processes = Processes(recipe.precision, trackers, run)
     epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
     folder = None if run is None else RunFolder(run)
-    config = describe(ensemble, data, recipe)
+    config = describe(ensemble, data, recipe, processes.precision)
     with ExitStack() as stack:
         stack.enter_context(_own_random_numbers(processes.device))
         if folder is not None:
@@ -122,8 +122,7 @@ class _Run:
             self.processes.on_main(self.folder.clean)
 
     def _train_stage(self, step: Step, state: bytes | None) -> None:
-        torch.manual_seed(seed_of(self.recipe.seed, "open", step.name))
-        loop = StageLoop(self.ensemble.open(step), self.data, self.recipe, self.processes)
+        loop = StageLoop(self.ensemble, step, self.data, self.recipe, self.processes)
         done = 0
         if state is not None:
             done = self._restore_stage(loop, state)

@@ -3,6 +3,8 @@
 import hashlib
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures.ensemble import Loss, Stage
+from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
 from plures.lab.checkpoint import prime
 from plures.lab.data import Augment, Data, batches, steps
@@ -24,29 +26,31 @@ CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits fo
 class StageLoop:
     """Hold a stage with its optimizer, and train it for one epoch at a time.
 
-        loop = StageLoop(stage, data, recipe, processes)
+        loop = StageLoop(ensemble, step, data, recipe, processes)
         records = [loop.epoch(number) for number in range(1, loop.epochs + 1)]
 
     All random numbers of an epoch follow from the seed, the stage, the epoch and the process: an epoch does not care
     whether those before it ran in the same process.
     """
 
-    def __init__(self, stage: Stage, data: Data, recipe: Recipe, processes: Processes) -> None:
-        self.stage = stage
+    def __init__(self, ensemble: Ensemble, step: Step, data: Data, recipe: Recipe, processes: Processes) -> None:
         self.data = data
         self.recipe = recipe
         self.processes = processes
-        self.epochs = recipe.epochs.of(stage.phase)
+        self.epochs = recipe.epochs.of(step.phase)
         self.batch_size = processes.batch_size(recipe)
         self.augment = Augment(crop=recipe.crop, flip=recipe.flip, resized_crop=recipe.resized_crop)
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
         self.steps = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
-        stage.to(device=processes.device, memory_format=torch.channels_last)
-        self.loss = Watched(smoothed(stage.loss, recipe.label_smoothing))
-        stage.loss = self.loss
-        self.optimizer = make_optimizer(stage, recipe)
-        self.model, self._stepper = processes.accelerator.prepare(stage, self.optimizer)
+        self.loss = Watched(smoothed(ensemble.loss, recipe.label_smoothing))
+        torch.manual_seed(seed_of(recipe.seed, "open", step.name))
+        with _loss_of(ensemble, self.loss):
+            self.stage = ensemble.open(step)
+        self.stage.to(processes.device)
+        self.stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.optimizer = make_optimizer(self.stage, recipe)
+        self.model, self._stepper = processes.prepare(self.stage, self.optimizer)
         prime(self.optimizer)
 
     def epoch(self, number: int) -> dict[str, Any]:
@@ -145,7 +149,7 @@ class StageLoop:
 class Watched(nn.Module):
     """A loss that counts right answers on its way, so that training accuracy costs no forward pass.
 
-    stage.loss = Watched(stage.loss)
+    watched = Watched(F.cross_entropy)
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -197,6 +201,22 @@ def seed_of(*key: object) -> int:
     torch.manual_seed(seed_of(recipe.seed, stage.name, epoch, rank))
     """
     return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def _loss_of(ensemble: Ensemble, loss: Loss) -> Iterator[None]:
+    """Lend an ensemble a loss; its stages take over what it has when they are opened."""
+    own = ensemble.loss
+    _set_loss(ensemble, loss)
+    try:
+        yield
+    finally:
+        _set_loss(ensemble, own)
+
+
+def _set_loss(ensemble: Ensemble, loss: Loss) -> None:
+    del ensemble.loss  # without this, a module cannot be replaced by a function
+    ensemble.loss = loss
 
 
 def _answers(logits: Tensor) -> Tensor:

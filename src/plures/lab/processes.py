@@ -1,18 +1,24 @@
 """The processes that train together: one, or several on one machine or on many."""
 
+import atexit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import broadcast, broadcast_object_list, gather_object
-from torch import Tensor
+from accelerate.utils import broadcast, broadcast_object_list, gather_object, parse_flag_from_env
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from plures.ensemble import Stage
 from plures.errors import PluresError
+from plures.lab.precision import resolve
 from plures.lab.recipes import Recipe
 
 Result = TypeVar("Result")
@@ -30,20 +36,34 @@ class Processes:
         _refuse_missing(trackers, folder)
         # Accelerate keeps the precision of its first use for the whole process; another run may want another one.
         AcceleratorState._reset_state()
+        # Told so, accelerate also sees the several processes that torchrun started on a machine without a GPU.
+        cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+        alone = not torch.distributed.is_initialized()
+        device = PartialState(cpu=cpu).device
+        self.precision = resolve(precision, device)
+        if self.precision == "fp16" and device.type == "cpu":
+            raise PluresError("precision='fp16' needs a GPU: use auto, bf16 or no on a CPU")
         self.accelerator = Accelerator(
-            mixed_precision=precision,
+            cpu=cpu,
+            mixed_precision=self.precision,
             log_with=list(trackers) or None,
             project_dir=None if folder is None else str(folder),
-            # Without it all masks would travel with every step. Only batch-norm statistics differ between processes,
-            # and those are averaged once an epoch, which also lets them see the images of all.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes
         self.main: bool = self.accelerator.is_main_process
         self.device: torch.device = self.accelerator.device
-        if precision == "fp16" and self.device.type == "cpu":
-            raise PluresError("precision='fp16' needs a GPU: use bf16 or no on a CPU")
+        if alone and self.world > 1:
+            atexit.register(torch.distributed.destroy_process_group)  # its threads must not outlive the interpreter
+
+    def prepare(self, stage: Stage, optimizer: Optimizer) -> tuple[nn.Module, AcceleratedOptimizer]:
+        """Wrap a stage and its optimizer for mixed precision and for exchanging gradients."""
+        # Buffers are not exchanged at every step: masks never change, and batch-norm statistics are averaged once an
+        # epoch, which lets them see the images of all processes instead of those of the first.
+        names = [name for name, _ in stage.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, names)
+        model, stepper = self.accelerator.prepare(stage, optimizer)
+        return model, stepper
 
     @contextmanager
     def tracking(self, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -121,8 +141,10 @@ class Processes:
             return
         with torch.no_grad():
             flat = exchange(torch.cat([tensor.reshape(-1) for tensor in chosen]))
-            for tensor, values in zip(chosen, flat.split([tensor.numel() for tensor in chosen]), strict=True):
-                tensor.copy_(values.reshape(tensor.shape))
+            start = 0
+            for tensor in chosen:
+                tensor.copy_(flat[start : start + tensor.numel()].reshape(tensor.shape))
+                start += tensor.numel()
 
 
 def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:

@@ -1,0 +1,584 @@
+"""The engine's promises: nothing is lost, the same bits come out, bad input gets a sentence, processes agree."""
+
+import dataclasses
+import errno
+import gc
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from torch import nn
+from torch.nn import functional as F
+
+import plures
+from plures import PluresError
+from plures.lab.data import Data, DataInfo, Split
+from plures.lab.engine import fit
+from plures.lab.processes import Processes
+from plures.lab.recipes import Epochs, Recipe
+from plures.lab.runfolder import RunFolder
+
+CLASSES, SIZE = 3, 8
+RECIPE = Recipe(
+    members=2,
+    epochs=Epochs(pretrain=2, prune=1, finetune=2, train=2),
+    batch_size=16,
+    learning_rate=0.05,
+    nesterov=True,
+    schedule="cosine",
+    crop=1,
+    flip=True,
+)
+
+
+def make_data(train=64, validation=20, seed=0):
+    """Images whose class is the row that is bright."""
+    info = DataInfo("stripes", [str(c) for c in range(CLASSES)], 3, SIZE, SIZE, False, [0.5] * 3, [0.25] * 3)
+    random = np.random.default_rng(seed)
+
+    def split(name, count):
+        labels = random.integers(CLASSES, size=count)
+        pixels = random.integers(0, 160, size=(count, SIZE, SIZE, 3), dtype=np.uint8)
+        pixels[np.arange(count), 1 + 2 * labels] += 80
+        return Split(name, info, pixels, np.arange(count), labels)
+
+    return Data(info, split("train", train), split("validation", validation), split("test", 300), f"stripes {seed}")
+
+
+def make_network(seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Conv2d(8, 8, 3, 2, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d((4, 1)),
+            nn.Flatten(),
+            nn.Linear(32, CLASSES),
+        )
+
+
+def orthogonal(**options):
+    return plures.OrthogonalDropout(make_network(), members=2, **options)
+
+
+def train(run=None, ensemble=None, recipe=RECIPE, data=None, **options):
+    """Call the engine as a new process would: with an ensemble that knows nothing."""
+    return fit(
+        ensemble or orthogonal(), data or make_data(), recipe, run, network=make_network(), quiet=True, **options
+    )
+
+
+def accuracy(ensemble, data):
+    images = data.normalise(torch.from_numpy(data.test.images))
+    return (ensemble.predict(images).label.numpy() == data.test.labels).mean()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage():
+    """Collecting the garbage of a stage takes longer than training it, where thousands of modules are looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Killed(BaseException):
+    """What stands for the end of a process."""
+
+
+@pytest.fixture
+def mortal(monkeypatch):
+    """Let the process die at the n-th of the moments at which something has just changed, in memory or on the disk."""
+    moments = {"left": None, "passed": 0}
+
+    def after(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            result = original(*args, **kwargs)
+            moments["passed"] += 1
+            if moments["left"] is not None:
+                moments["left"] -= 1
+                if moments["left"] <= 0:
+                    raise Killed
+            return result
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    after(torch.optim.SGD, "step")
+    after(plures.Stage, "commit")
+    after(RunFolder, "append_record")
+    for name in ("replace", "unlink", "mkdir", "chmod"):
+        after(Path, name)
+    for name in ("fsync", "truncate"):
+        after(os, name)
+    return moments
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    train(run)
+    return run
+
+
+@contextmanager
+def dying_after(monkeypatch, epochs):
+    """Let the process die when so many epochs are saved."""
+    saved = []
+
+    def write_and_die(folder, path, contents, write=RunFolder.write):
+        write(folder, path, contents)
+        saved.append(path)
+        if saved.count(folder.state) == epochs:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(RunFolder, "write", write_and_die)
+        yield
+
+
+def without_times(records):
+    return [{key: r[key] for key in r if key not in ("seconds", "images_per_second")} for r in records]
+
+
+def assert_same_run(first, second):
+    first, second = RunFolder(first), RunFolder(second)
+    assert first.ensemble.read_bytes() == second.ensemble.read_bytes()
+    assert without_times(first.records()) == without_times(second.records())
+    assert sorted(p.name for p in first.path.iterdir()) == sorted(p.name for p in second.path.iterdir())
+
+
+# --- what a run leaves behind
+
+
+def test_a_run_leaves_ensemble_config_and_log(uninterrupted):
+    folder = RunFolder(uninterrupted)
+    assert folder.finished
+    assert not folder.partial.exists()
+    assert not folder.state.exists()
+    config = folder.config()
+    assert config["method"] == "OrthogonalDropout"
+    assert Recipe.from_json(config["recipe"]) == RECIPE
+    assert config["data"]["fingerprint"] == "stripes 0"
+    assert config["environment"]["torch"] == torch.__version__
+    assert str(uninterrupted) not in json.dumps(config)
+    records = folder.records()
+    stages = ["member 0 pretrain", "member 0 prune", "member 0 finetune", "member 1 pretrain", "member 1 finetune"]
+    assert list(dict.fromkeys(r["stage"] for r in records)) == stages
+    assert [r["epoch"] for r in records if r["stage"] == stages[0]] == [1, 2]
+    for record in records:
+        assert record["loss"] > 0
+        assert 0 <= record["train_accuracy"] <= 1
+        assert 0 <= record["validation_accuracy"] <= 1
+        assert record["images_per_second"] > 0
+    assert records[1]["learning_rate"] < records[0]["learning_rate"]
+
+
+def test_the_stored_ensemble_is_the_trained_one(uninterrupted):
+    stored = plures.load(RunFolder(uninterrupted).ensemble, make_network())
+    ensemble = train()
+    images = torch.randn(5, 3, SIZE, SIZE)
+    assert torch.equal(stored(images), ensemble(images))
+
+
+@pytest.mark.parametrize("method", ["Deterministic", "MCDropout", "MIMO", "BatchEnsemble", "Masksembles"])
+def test_all_methods_train_and_learn(method):
+    data = make_data(train=160)
+    recipe = dataclasses.replace(RECIPE, epochs=Epochs(train=6))
+    ensemble = train(ensemble=getattr(plures, method)(make_network()), recipe=recipe, data=data)
+    assert accuracy(ensemble, data) > 0.6
+
+
+def test_training_leaves_the_callers_random_numbers_alone():
+    before = torch.get_rng_state()
+    train()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# --- resuming
+
+
+def test_a_finished_run_returns_at_once_and_says_so(uninterrupted, capsys, monkeypatch):
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_: pytest.fail("a finished run trains"))
+    before = RunFolder(uninterrupted).ensemble.read_bytes()
+    ensemble = orthogonal()
+    fit(ensemble, make_data(), RECIPE, uninterrupted, network=make_network)
+    assert "finished" in capsys.readouterr().err
+    assert ensemble.trained == [0, 1]
+    assert RunFolder(uninterrupted).ensemble.read_bytes() == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_the_same_bytes_come_out(tmp_path, uninterrupted, mortal, seed):
+    moments = random.Random(seed)
+    kills = 0
+    while True:
+        mortal["left"] = moments.randint(1, 25)
+        try:
+            train(tmp_path / "run")
+            break
+        except Killed:
+            kills += 1
+    mortal["left"] = None
+    assert kills >= 3
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_no_moment_is_a_bad_one_to_be_killed(tmp_path, mortal):
+    recipe = dataclasses.replace(RECIPE, epochs=Epochs(train=1))
+
+    def go(name):
+        return train(tmp_path / name, plures.DeepEnsemble(make_network(), members=2), recipe, make_data(train=16))
+
+    go("whole")
+    for moment in range(1, mortal["passed"] + 1):
+        mortal["left"] = moment
+        with pytest.raises(Killed):
+            go(str(moment))
+        mortal["left"] = None
+        go(str(moment))
+        assert_same_run(tmp_path / str(moment), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", [
+    {"optimizer": "adamw", "learning_rate": 0.01, "clip": 0.5, "label_smoothing": 0.1},
+    {"momentum": 0.0, "nesterov": False},
+    {"precision": "bf16"},
+])  # fmt: skip
+def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, monkeypatch, change):
+    recipe = dataclasses.replace(RECIPE, epochs=Epochs(train=3), **change)
+
+    def go(name):
+        return train(tmp_path / name, plures.MCDropout(make_network()), recipe)
+
+    go("whole")
+    with dying_after(monkeypatch, epochs=2):
+        go("cut")
+    go("cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_killed_process_is_continued_by_another(tmp_path, uninterrupted):
+    run = tmp_path / "run"
+    code = f"import test_lab_engine as t, sys\nt.train({str(run)!r}, trackers=[t.Announcing()])\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(4):
+        assert "epoch" in process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not RunFolder(run).finished
+    train(run)
+    assert_same_run(run, uninterrupted)
+
+
+class Announcing(GeneralTracker):
+    """Print a line after each epoch that is saved."""
+
+    name = "announcing"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step, **kwargs):
+        self.steps.append((step, values))
+        print("epoch", step, flush=True)
+
+
+def test_a_network_that_is_drawn_anew_does_not_change_the_rest_of_a_run(tmp_path, uninterrupted, monkeypatch):
+    with dying_after(monkeypatch, epochs=4):
+        train(tmp_path / "run")
+    other = plures.OrthogonalDropout(make_network(seed=1), members=2)
+    fit(other, make_data(), RECIPE, tmp_path / "run", network=make_network(seed=2), quiet=True)
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_a_loss_of_ones_own_survives_a_resumed_run(tmp_path, monkeypatch):
+    def loss(logits, targets):
+        return 2 * F.cross_entropy(logits, targets)
+
+    with dying_after(monkeypatch, epochs=2):
+        train(tmp_path / "run", orthogonal(loss=loss))
+    ensemble = train(tmp_path / "run", orthogonal(loss=loss))
+    train(tmp_path / "whole", orthogonal(loss=loss))
+    assert ensemble.loss is loss
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_going_on_without_the_network_asks_for_it(tmp_path, uninterrupted):
+    with pytest.raises(PluresError, match="network="):
+        fit(orthogonal(), make_data(), RECIPE, uninterrupted, quiet=True)
+
+
+def test_a_damaged_state_is_refused_with_advice(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with dying_after(monkeypatch, epochs=1):
+        train(run)
+    state = RunFolder(run).state
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(PluresError, match="damaged.*delete it"):
+        train(run)
+
+
+# --- bad input
+
+
+def test_a_second_process_is_refused(tmp_path):
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(PluresError, match="another process"):
+        train(tmp_path / "run")
+
+
+def test_another_configuration_is_refused_and_says_what_differs(uninterrupted):
+    with pytest.raises(PluresError, match=r"recipe\.learning_rate was 0\.05 and is 0\.2"):
+        train(uninterrupted, recipe=dataclasses.replace(RECIPE, learning_rate=0.2))
+    with pytest.raises(PluresError, match=r"data\.fingerprint was stripes 0 and is stripes 1"):
+        train(uninterrupted, data=make_data(seed=1))
+    with pytest.raises(PluresError, match="method was OrthogonalDropout and is DeepEnsemble"):
+        train(uninterrupted, plures.DeepEnsemble(make_network(), members=2))
+    with pytest.raises(PluresError, match=r"options\.granularity was weight and is kernel"):
+        train(uninterrupted, orthogonal(granularity="kernel"))
+
+
+def test_another_version_is_told_not_refused(tmp_path, monkeypatch, caplog):
+    with dying_after(monkeypatch, epochs=2):
+        train(tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["environment"]["torch"] = "1.0"
+    path.write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, "plures"):
+        train(tmp_path / "run")
+    assert "torch was 1.0" in caplog.text
+
+
+def test_a_folder_with_an_ensemble_of_unknown_origin_is_left_alone(tmp_path):
+    plures.save(orthogonal(), tmp_path / "ensemble.safetensors")
+    with pytest.raises(PluresError, match=r"no config\.json"):
+        train(tmp_path)
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PluresError, match="cannot make the run folder"):
+        train(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
+    with monkeypatch.context() as patch:
+        calls = []
+
+        def full(descriptor, fsync=os.fsync):
+            calls.append(descriptor)
+            if len(calls) > 5:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(descriptor)
+
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(PluresError, match="No space left on device"):
+            train(tmp_path / "run")
+    train(tmp_path / "run")
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_a_loss_that_is_no_number_stops_with_stage_epoch_and_rate(tmp_path):
+    steps = []
+
+    def loss(logits, targets):
+        steps.append(1)
+        return F.cross_entropy(logits, targets) * (torch.nan if len(steps) == 6 else 1.0)
+
+    with pytest.raises(PluresError, match=r"'member 0 pretrain', epoch 2, at the learning rate 0\.00\d+"):
+        train(tmp_path / "run", orthogonal(loss=loss))
+    # Four steps an epoch: the first epoch is kept, and the second is trained again from there.
+    assert [record["epoch"] for record in RunFolder(tmp_path / "run").records()] == [1]
+    train(tmp_path / "run", orthogonal(loss=loss))
+    assert RunFolder(tmp_path / "run").finished
+
+
+def test_weights_that_are_no_number_are_never_saved(tmp_path):
+    steps = []
+
+    class Explosion(torch.autograd.Function):
+        """Finite forward, infinite backward, at the last step of the epoch."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            steps.append(1)
+            return gradient * (torch.inf if len(steps) == 4 else 1.0)
+
+    def loss(logits, targets):
+        return F.cross_entropy(Explosion.apply(logits), targets)
+
+    with pytest.raises(PluresError, match="epoch 1"):
+        train(tmp_path / "run", orthogonal(loss=loss))
+    assert not RunFolder(tmp_path / "run").state.exists()
+
+
+def test_half_precision_of_the_other_kind_needs_a_gpu():
+    with pytest.raises(PluresError, match="fp16"):
+        Processes("fp16")
+
+
+def test_trackers_get_every_epoch_and_missing_ones_are_named(tmp_path):
+    tracker = Announcing()
+    train(trackers=[tracker])
+    assert [step for step, _ in tracker.steps] == list(range(1, 10))
+    assert "member 0 pretrain/loss" in tracker.steps[0][1]
+    assert tracker.settings["batch_size"] == RECIPE.batch_size
+    with pytest.raises(PluresError, match="no tracker 'abacus'"):
+        train(trackers=["abacus"])
+
+
+# --- what the recipe says is done
+
+
+def train_one_step(monkeypatch, recipe, ensemble=None):
+    """Train for one step and return the optimizer that did it and the loss."""
+    seen = {}
+
+    def step(optimizer, closure=None, original=torch.optim.SGD.step):
+        seen.setdefault("groups", [dict(group) for group in optimizer.param_groups])
+        seen.setdefault("gradients", [p.grad.norm() for g in optimizer.param_groups for p in g["params"]])
+        return original(optimizer, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    recipe = dataclasses.replace(recipe, epochs=Epochs(train=1), batch_size=64)
+    tracker = Announcing()
+    train(ensemble=ensemble or plures.Deterministic(make_network()), recipe=recipe, trackers=[tracker])
+    return seen, tracker.steps[0][1]
+
+
+def test_weight_decay_goes_where_the_method_wants_it(monkeypatch):
+    seen, _ = train_one_step(
+        monkeypatch, dataclasses.replace(RECIPE, weight_decay=0.03), plures.BatchEnsemble(make_network())
+    )
+    assert [group["weight_decay"] for group in seen["groups"]] == [0.03, 0.0]
+    assert all(group["nesterov"] and group["lr"] == RECIPE.learning_rate for group in seen["groups"])
+
+
+def test_gradients_are_clipped(monkeypatch):
+    seen, _ = train_one_step(monkeypatch, dataclasses.replace(RECIPE, clip=1e-3))
+    assert torch.stack(seen["gradients"]).norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("method", ["Deterministic", "BatchEnsemble", "MIMO"])
+def test_labels_are_smoothed_for_every_method(monkeypatch, method):
+    """With all smoothing there is, the loss of any answer is near the mean over all classes."""
+    smoothed = []
+
+    def cross_entropy(logits, targets, label_smoothing=0.0):
+        smoothed.append(label_smoothing)
+        return logits.logsumexp(1).mean()
+
+    monkeypatch.setattr(F, "cross_entropy", cross_entropy)
+    ensemble = getattr(plures, method)(make_network())
+    train_one_step(monkeypatch, dataclasses.replace(RECIPE, label_smoothing=0.25), ensemble)
+    assert set(smoothed) == {0.25}
+
+
+def test_smoothing_a_loss_of_ones_own_is_refused():
+    with pytest.raises(PluresError, match="label_smoothing"):
+        train(ensemble=orthogonal(loss=nn.NLLLoss()), recipe=dataclasses.replace(RECIPE, label_smoothing=0.1))
+
+
+def test_a_loss_that_is_a_module_is_given_back():
+    loss = nn.CrossEntropyLoss()
+    assert train(ensemble=orthogonal(loss=loss)).loss is loss
+
+
+def test_data_without_validation_images_are_trained_on(tmp_path):
+    train(tmp_path / "run", data=make_data(validation=0))
+    assert {record["validation_accuracy"] for record in RunFolder(tmp_path / "run").records()} == {None}
+
+
+# --- what a person sees
+
+
+def test_plain_lines_tell_stages_and_the_skipped_prune(capsys):
+    fit(orthogonal(), make_data(), RECIPE)
+    err = capsys.readouterr().err
+    assert "[1/5] member 0 pretrain  epoch 2/2  loss" in err
+    assert "[5/5] member 1 finetune  epoch 2/2" in err
+    assert "member 1 takes all the weights that are left: its prune stage is skipped" in err
+
+
+def test_quiet_means_quiet(capsys):
+    train()
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_a_terminal_shows_a_table_of_members_and_phases(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    fit(orthogonal(), make_data(), RECIPE)
+    err = capsys.readouterr().err
+    for word in ("pretrain", "prune", "finetune", "member 0", "member 1", "images/s", "left"):
+        assert word in err
+
+
+# --- several processes
+
+TWO = """
+import os
+import sys
+from pathlib import Path
+
+import plures
+import test_lab_engine as t
+from plures.lab.engine import fit
+from plures.lab.runfolder import RunFolder
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+if rank != "0":
+    RunFolder.write = RunFolder.append_record = RunFolder.clean = lambda *_: sys.exit("the second process writes")
+ensemble = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", network=t.make_network(), quiet=True)
+plures.save(ensemble, folder / f"rank{rank}.safetensors")
+again = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", network=t.make_network(), quiet=True)
+assert again.trained == [0, 1]
+"""
+LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=6, prune=1, finetune=6))
+
+
+def test_two_processes_train_what_one_would(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, str(script), str(tmp_path)]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ranks = [(tmp_path / f"rank{rank}.safetensors").read_bytes() for rank in range(2)]
+    assert ranks[0] == ranks[1] == RunFolder(tmp_path / "run").ensemble.read_bytes()
+    data = make_data(train=192)
+    two = accuracy(plures.load(tmp_path / "rank0.safetensors", make_network()), data)
+    one = accuracy(train(recipe=LONGER, data=data), data)
+    assert two == pytest.approx(one, abs=0.1)
+    assert one > 0.8

@@ -1,0 +1,141 @@
+"""Recipes: the paper's numbers, what is refused, and the learning rate that follows from them."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from plures import PluresError
+from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
+from plures.lab.schedule import learning_rate
+
+PAPER = ["cifar10", "cifar100", "cub200", "tiny-imagenet"]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_recipes_have_the_papers_numbers(name):
+    recipe = get_recipe(name)
+    assert recipe.epochs == Epochs(pretrain=200, prune=20, finetune=200, train=200)
+    assert (recipe.members, recipe.batch_size, recipe.optimizer) == (5, 128, "sgd")
+    assert (recipe.learning_rate, recipe.momentum, recipe.weight_decay) == (0.1, 0.9, 1e-4)
+    assert (recipe.schedule, recipe.milestones, recipe.gamma) == ("step", (0.5, 0.75), 0.1)
+    assert recipe.flip
+    assert recipe.model == ("resnet18" if name.startswith("cifar") else "resnet50")
+
+
+@pytest.mark.parametrize("name", ["cifar10-wrn", "cifar100-wrn"])
+def test_wide_networks_have_the_numbers_of_the_mimo_paper(name):
+    recipe = get_recipe(name)
+    assert recipe.nesterov
+    assert (recipe.epochs.train, recipe.weight_decay, recipe.gamma, recipe.warmup) == (250, 6e-4, 0.2, 1)
+    rates = [learning_rate(recipe, epoch, 250, 1) for epoch in range(250)]
+    drops = [epoch for epoch in range(1, 250) if rates[epoch] < rates[epoch - 1]]
+    assert drops == [100, 200, 225]
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("-cpu")])
+def test_small_recipes_keep_the_proportions_of_the_phases(name):
+    epochs = get_recipe(name).epochs
+    assert epochs.pretrain == 10 * epochs.prune == epochs.finetune == epochs.train
+
+
+@pytest.mark.parametrize(("method", "epochs", "members"), [
+    ("OrthogonalDropout", 200, 5),
+    ("DeepEnsemble", 200, 5),
+    ("BatchEnsemble", 500, 5),
+    ("Masksembles", 500, 5),
+    ("MIMO", 200, 2),
+])  # fmt: skip
+def test_each_method_gets_what_the_paper_gave_it(method, epochs, members):
+    recipe = get_recipe("cifar10").for_method(method)
+    assert (recipe.epochs.train, recipe.members) == (epochs, members)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_goes_through_json(name):
+    recipe = get_recipe(name)
+    again = Recipe.from_json(json.loads(json.dumps(recipe.as_json())))
+    assert dataclasses.replace(again, about=recipe.about) == recipe
+
+
+def test_json_with_an_unknown_field_is_refused():
+    with pytest.raises(PluresError, match="lerning_rate"):
+        Recipe.from_json({"lerning_rate": 0.1})
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest():
+    with pytest.raises(PluresError, match="did you mean .*cifar10-cpu"):
+        get_recipe("cifar-10-cpu")
+    with pytest.raises(PluresError, match="accepted are digits, cifar10"):
+        get_recipe("imagenet21k")
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"learning_rate": 0.0}, "learning_rate"),
+    ({"momentum": 1.0}, "momentum"),
+    ({"momentum": 0.0, "nesterov": True}, "nesterov"),
+    ({"milestones": (0.75, 0.5)}, "milestones"),
+    ({"milestones": (100, 150)}, "milestones"),
+    ({"label_smoothing": 1.0}, "label_smoothing"),
+    ({"clip": 0.0}, "clip"),
+    ({"members": 0}, "members"),
+    ({"seed": -1}, "seed"),
+])  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused(change, named):
+    with pytest.raises(PluresError, match=named):
+        Recipe(**change)
+
+
+def test_epochs_know_their_phases():
+    assert Epochs(prune=7).of("prune") == 7
+    with pytest.raises(PluresError, match="'warm'.*pretrain, prune, finetune, train"):
+        Epochs().of("warm")
+    with pytest.raises(PluresError, match=r"epochs\.train"):
+        Epochs(train=-1)
+
+
+def test_recipes_are_listed_without_torch():
+    code = "import sys; from plures.lab.recipes import RECIPES; assert RECIPES; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- the learning rate
+
+
+def rates(recipe, steps=100, per_epoch=10):
+    return [learning_rate(recipe, step, steps, per_epoch) for step in range(steps)]
+
+
+def test_steps_fall_at_the_milestones():
+    got = rates(Recipe(learning_rate=0.5, schedule="step", milestones=(0.3, 0.7), gamma=0.1))
+    assert got == pytest.approx([0.5] * 30 + [0.05] * 40 + [0.005] * 30)
+
+
+def test_cosine_follows_its_formula_down_to_zero():
+    got = rates(Recipe(learning_rate=0.2, schedule="cosine"))
+    assert got == pytest.approx([0.1 * (1 + math.cos(math.pi * step / 100)) for step in range(100)])
+
+
+def test_one_cycle_has_the_shape_of_torchs():
+    recipe = Recipe(learning_rate=0.4, schedule="one-cycle")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    # Torch counts to the last step, we to the end of it: one step more makes the two agree at all others.
+    torchs = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=1001, cycle_momentum=False)
+    expected = []
+    for _ in range(1000):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        torchs.step()
+    assert rates(recipe, steps=1000) == pytest.approx(expected, rel=0.02, abs=2e-3)
+    assert max(rates(recipe, steps=1000)) == pytest.approx(0.4)
+
+
+def test_warm_up_rises_to_the_schedule_and_leaves_the_rest():
+    plain = rates(Recipe(schedule="cosine"))
+    warm = rates(Recipe(schedule="cosine", warmup=2.0))
+    assert warm[20:] == plain[20:]
+    assert [w / p for w, p in zip(warm[:20], plain[:20], strict=True)] == pytest.approx([n / 20 for n in range(1, 21)])
