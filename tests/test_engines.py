@@ -99,8 +99,9 @@ def test_the_memory_allowed_chooses_the_engine() -> None:
     assert isinstance(ensemble.engine(), Unfolded)
     with pytest.raises(PluresError, match="kind='fast'; use one of lean, unfolded"):
         ensemble.engine("fast")  # type: ignore[arg-type]
-    with pytest.raises(PluresError, match="no member of this ensemble is trained"):
-        plures.OrthogonalDropout(networks.mlp()).engine()
+    for kind in (None, "lean", "unfolded"):
+        with pytest.raises(PluresError, match="no member of this ensemble is trained"):
+            plures.OrthogonalDropout(networks.mlp()).engine(kind)
 
 
 def test_the_lean_engine_holds_the_weights_once_and_half_a_byte_per_owner() -> None:
@@ -121,6 +122,32 @@ def test_packed_owners_cut_the_same_part(members: int, shape: tuple[int, ...]) -
     packed = PackedOwners(owners, members)
     for member in (0, members - 1):
         assert packed.owned_part(weight, member).equal(owned_part(weight, owners, member))
+
+
+def test_tied_norm_layers_are_not_folded() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+            self.n, self.m, self.head = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.Linear(8, 4)
+            nn.init.uniform_(self.n.weight)
+            self.m.weight = self.n.weight
+
+        def forward(self, x):
+            return self.head(self.m(self.b(self.n(self.a(x)))).mean((2, 3)))
+
+    ensemble = trained(Tied(), members=2)
+    assert foldable(ensemble) == {}
+    with torch.no_grad():
+        for kind in ("lean", "unfolded"):
+            torch.testing.assert_close(ensemble.engine(kind)(networks.images()), ensemble(networks.images()))
+
+
+def test_changing_an_engine_leaves_the_ensemble_alone() -> None:
+    ensemble = trained(networks.resnet(), members=2)
+    engine = ensemble.engine("lean").to(memory_format=torch.channels_last).to(torch.bfloat16)
+    assert engine.predict(networks.images().bfloat16()).probabilities.isfinite().all()
+    assert all(p.dtype == torch.float32 for p in ensemble.parameters())
 
 
 def test_a_compiled_engine_agrees() -> None:

@@ -362,6 +362,13 @@ def test_another_configuration_is_refused_and_says_what_differs(uninterrupted):
         train(uninterrupted, orthogonal(granularity="kernel"))
 
 
+def test_a_run_without_a_finished_epoch_gives_way(tmp_path, uninterrupted):
+    with pytest.raises(PluresError, match="no number"):
+        train(tmp_path / "run", recipe=dataclasses.replace(RECIPE, learning_rate=1e30))
+    train(tmp_path / "run")
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
 def test_another_version_is_told_not_refused(tmp_path, monkeypatch, caplog):
     with dying_after(monkeypatch, epochs=2):
         train(tmp_path / "run")

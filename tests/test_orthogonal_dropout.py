@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -412,3 +414,123 @@ def test_bad_networks_and_members_are_refused() -> None:
         ensemble.checkout(0)
     with pytest.raises(PluresError, match="there is no member 3: members count from 0 to 2"):
         ensemble.checkout(3)
+
+
+def test_two_threads_predict_without_disturbing_each_other() -> None:
+    ensemble = OrthogonalDropout(networks.resnet(), members=3, optimize_masks=False)
+    for stage in ensemble.stages():
+        train(stage, networks.images(), networks.labels(), steps=1)
+    before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
+    for predictor in (ensemble, ensemble.engine("lean"), ensemble.engine("unfolded")):
+        batches = [networks.images(seed=seed) for seed in range(8)]
+        expected = [predictor.predict(batch).probabilities for batch in batches]
+        with ThreadPoolExecutor(4) as pool:
+            answers = pool.map(lambda batch, predictor=predictor: predictor.predict(batch).probabilities, batches * 5)
+            assert all(answer.equal(right) for answer, right in zip(answers, expected * 5, strict=True))
+    assert all(tensor.equal(before[name]) for name, tensor in ensemble.state_dict().items())
+
+
+def test_a_moving_average_of_a_stage_commits_into_the_ensemble() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, optimize_masks=False)
+    stages = ensemble.stages()
+    average = torch.optim.swa_utils.AveragedModel(next(stages))
+    average.module.commit()
+    assert ensemble.trained == [0]
+
+
+def test_a_weight_read_with_and_without_gradient_still_learns() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                hint = self.body(x)
+            return self.head(self.body(x) + hint)
+
+    stage = next(OrthogonalDropout(Twice(), members=2).stages())
+    stage(INPUTS, TARGETS).backward()
+    assert stage.network.body.parametrizations.weight.original.grad is not None
+
+
+def test_a_loss_is_asked_for_again_after_loading(tmp_path) -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, loss=lambda logits, targets: logits.mean())
+    for stage in ensemble.stages():
+        stage.commit()
+        break
+    plures.save(ensemble, tmp_path / "e")
+    with pytest.raises(PluresError, match="trained with a loss of its own"):
+        next(plures.load(tmp_path / "e", mlp()).stages())(INPUTS, TARGETS)
+    again = plures.load(tmp_path / "e", mlp(), loss=lambda logits, targets: logits.mean())
+    next(again.stages())(INPUTS, TARGETS)
+
+
+def test_a_tied_network_is_another_network(tmp_path) -> None:
+    untied = networks.tied()
+    untied[5].weight = nn.Parameter(untied[3].weight.detach().clone())
+    plures.save(OrthogonalDropout(untied, members=2), tmp_path / "e")
+    with pytest.raises(PluresError, match="saved from another network; tied there"):
+        plures.load(tmp_path / "e", networks.tied())
+
+
+def test_statistics_with_nan_are_not_committed() -> None:
+    stage = next(OrthogonalDropout(mlp(), members=2).stages())
+    stage.network[1].running_mean[0] = torch.nan
+    with pytest.raises(PluresError, match="running_mean"):
+        stage.commit()
+
+
+def test_a_given_network_with_a_hole_is_pretrained_again() -> None:
+    network = mlp()
+    ensemble = OrthogonalDropout(network, members=2, init="given")
+    for _ in ensemble.stages():
+        pass
+    for member in (1, 0):
+        ensemble.discard(member)
+    assert next(ensemble.stages()).name == "member 0 pretrain"
+    for member in (1, 0):
+        ensemble.discard(member, network)
+    assert next(ensemble.stages()).name == "member 0 prune"
+    with pytest.raises(PluresError, match="another than the ensemble was made of"):
+        ensemble.discard(0, networks.mlp())
+    with pytest.raises(PluresError, match="leave out the network"):
+        OrthogonalDropout(network, members=2).discard(0, network)
+
+
+def test_a_stage_from_before_a_discard_is_out_of_date() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2)
+    old = next(ensemble.stages())
+    ensemble.discard(0)
+    with pytest.raises(PluresError, match="out of date"):
+        old.commit()
+    with pytest.raises(PluresError, match="out of date"):
+        ensemble.open(plures.Step("banana", 0, False))
+
+
+def test_owners_from_a_state_dict_are_checked() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, optimize_masks=False)
+    state = ensemble.state_dict()
+    name = next(name for name in state if name.startswith("partition."))
+    state[name] = torch.full_like(state[name], 7)
+    with pytest.raises(PluresError, match="beyond 1"):
+        ensemble.load_state_dict(state)
+
+
+def test_memory_formats_change_and_padding_stays_zero() -> None:
+    OrthogonalDropout(networks.transformers_convnext(), members=2).to(memory_format=torch.channels_last)
+    embedding = nn.Sequential(nn.Embedding(9, 8, padding_idx=2), nn.Flatten(), nn.Linear(24, 24), nn.Linear(24, 3))
+    stage = next(OrthogonalDropout(embedding, members=2).stages())
+    assert (stage.network[0].weight[2] == 0).all()
+    assert stage.network[0].weight[3].abs().sum() > 0
+
+
+def test_lazy_layers_are_refused_until_they_have_a_shape() -> None:
+    with pytest.raises(PluresError, match="has no shape yet: run Sequential on a batch"):
+        OrthogonalDropout(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+
+
+def test_numbers_of_numpy_are_stored_as_numbers(tmp_path) -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, seed=np.int64(3), optimize_masks=np.False_)
+    plures.save(ensemble, tmp_path / "e")
+    assert plures.load(tmp_path / "e", mlp()).options()["seed"] == 3

@@ -78,6 +78,12 @@ def test_any_batch_size_gives_the_same_answer(ensemble) -> None:
         ensemble.predict(inputs, batch_size=0)
 
 
+def test_a_batch_of_nothing_has_no_answers(ensemble) -> None:
+    prediction = ensemble.predict(torch.randn(0, 6))
+    assert prediction.probabilities.shape == (0, 4)
+    assert len(prediction) == len(prediction.epistemic) == 0
+
+
 def test_tuples_and_dicts_are_cut_alike() -> None:
     a, b = torch.arange(5), torch.arange(10).reshape(5, 2)
     assert [len(part.args[1]) for part in chunks((a, b), 2)] == [2, 2, 1]

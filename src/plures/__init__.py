@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plures import metrics
     from plures.engines import Engine
     from plures.ensemble import Ensemble, Stage, Step
-    from plures.lab.engine import fit
+    from plures.lab.engine import fit as fit
     from plures.masks import Keep, TopK
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
@@ -72,12 +72,15 @@ __all__ = [
     "Step",
     "TopK",
     "__version__",
-    "fit",
     "load",
     "metrics",
     "roles",
     "save",
 ]
+
+
+class _MissingExtraError(PluresError, AttributeError):
+    """Also an AttributeError, so that `hasattr` and tools that list names go on."""
 
 
 def __getattr__(name: str) -> Any:
@@ -90,10 +93,10 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not _HOMES[name].startswith("plures.lab"):
             raise
-        raise PluresError(f"plures.{name} needs {error.name}: install the extra, pip install 'plures[lab]'") from error
+        raise _MissingExtraError(f"plures.{name} needs {error.name}: pip install 'plures[lab]'") from error
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "fit"]

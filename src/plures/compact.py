@@ -41,7 +41,8 @@ def to_tensors(ensemble: OrthogonalDropout, dtype: torch.dtype | None) -> dict[s
         if some_free:
             result[f"free/{name}"] = _values(stored, owners, FREE)
     for member in range(ensemble.members):
-        result |= {_place(member, name): row.detach() for name, row in ensemble.private.rows(member).items()}
+        for name, row in ensemble.private.rows(member).items():
+            result[_place(member, name)] = as_stored(row, dtype, like=weights[name])
     complete = len(ensemble.trained) == ensemble.members
     kept = {Role.SHARED} if complete else {Role.SHARED, Role.PRIVATE}
     result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if ensemble.roles[name] in kept}
@@ -51,7 +52,10 @@ def to_tensors(ensemble: OrthogonalDropout, dtype: torch.dtype | None) -> dict[s
 
 
 def from_tensors(ensemble: OrthogonalDropout, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
-    """Fill an ensemble from a file's tensors, reading only what its loaded members need."""
+    """Fill an ensemble from a file's tensors, reading only what its loaded members need.
+
+    from_tensors(ensemble, file.get_tensor, list(file.keys()))
+    """
     available = set(names)
     members = range(ensemble.members) if ensemble.loaded is None else ensemble.loaded
     owners = {}
@@ -85,7 +89,8 @@ def _place(member: int, name: str) -> str:
 def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     """Gather what a member owns of a weight, in order."""
     weight = weight.cpu().contiguous()
-    return torch.from_numpy(_bits(weight)[_places(weight, owners, member)]).view(weight.dtype)
+    places = _places(weight, owners, member)
+    return torch.from_numpy(_bits(weight)[places]).view(weight.dtype) if places.size else weight.new_empty(0)
 
 
 def _fill(weight: Tensor, owners: Tensor, member: int, values: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.masks import PackedOwners, put_on
-from plures.predictor import Arguments, Predictor, call, call_with, logits_of
+from plures.predictor import Arguments, Predictor, call, call_with, logits_of, swapping
 from plures.private import Private
 from plures.role import Role, canonical, own_tensors, tensors
 
@@ -90,8 +90,7 @@ class Lean(Engine):
         pairs = foldable(ensemble) if fold else {}
         folded = [_fold(ensemble, member, pairs) for member in self.members]
         # A copy of the structure, around the same tensors.
-        same = {id(tensor): tensor for tensor in tensors(ensemble.network).values()}
-        self.network = copy.deepcopy(ensemble.network, same)
+        self.network = _around_same_memory(ensemble.network)
         first_names = canonical(self.network)
         _remove_norms(self.network, pairs)
         self.private = Private(folded[0][1], len(folded))
@@ -106,10 +105,11 @@ class Lean(Engine):
 
     def run(self, index: int, batches: list[Any]) -> Tensor:
         """Return the logits of one member for several batches, joined."""
-        for mask in self._masks.values():
-            mask.index = index
-        private = self.private.rows(index)
-        return torch.cat([logits_of(call_with(self.network, private, batch)) for batch in batches])
+        with swapping():
+            for mask in self._masks.values():
+                mask.index = index
+            private = self.private.rows(index)
+            return torch.cat([logits_of(call_with(self.network, private, batch)) for batch in batches])
 
 
 class _Owned(nn.Module):
@@ -121,12 +121,12 @@ class _Owned(nn.Module):
         super().__init__()
         self.owners = owners
         self.members = members
-        self.register_buffer("scales", torch.stack(scales) if scales else None)
+        self.register_buffer("scales", torch.stack([scale.flatten() for scale in scales]) if scales else None)
         self.index = 0
 
     def forward(self, weight: Tensor) -> Tensor:
         part = self.owners.owned_part(weight, self.members[self.index])
-        return part if self.scales is None else part.mul_(self.scales[self.index])
+        return part if self.scales is None else part.mul_(self.scales[self.index].view(-1, *[1] * (part.dim() - 1)))
 
 
 def foldable(ensemble: OrthogonalDropout) -> dict[str, str]:
@@ -137,14 +137,15 @@ def foldable(ensemble: OrthogonalDropout) -> dict[str, str]:
 
     A network that torch.fx cannot trace has none.
     """
-    network = ensemble.network
+    network = _around_same_memory(ensemble.network)  # a copy, because tracing may leave its marks
     try:
         nodes = list(fx.Tracer().trace(network).nodes)
     except Exception:  # tracing runs the network's own code, which may raise anything
         return {}
     modules = dict(network.named_modules())
     called = [node.target for node in nodes if node.op == "call_module"]
-    names = list(canonical(network).values())
+    first_names = canonical(network)
+    tied = {first for name, first in first_names.items() if name != first}
     pairs = {}
     for node in nodes:
         following = list(node.users)
@@ -156,11 +157,23 @@ def foldable(ensemble: OrthogonalDropout) -> dict[str, str]:
             isinstance(modules[convolution], nn.Conv1d | nn.Conv2d | nn.Conv3d)
             and isinstance(modules[norm], _BatchNorm)
             and modules[norm].running_mean is not None
-            and called.count(convolution) == called.count(norm) == names.count(weight) == 1
+            and called.count(convolution) == called.count(norm) == 1
             and ensemble.roles[weight] is not Role.SHARED
+            and not any(
+                first in tied for name, first in first_names.items() if name.rpartition(".")[0] in (convolution, norm)
+            )
         ):
             pairs[convolution] = norm
     return pairs
+
+
+def _around_same_memory(network: nn.Module) -> nn.Module:
+    """Copy the structure of a network around the memory of its tensors, which neither can then take from the other."""
+    same: dict[int, Tensor] = {}
+    for tensor in tensors(network).values():
+        value = tensor.detach()
+        same[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+    return copy.deepcopy(network, same)
 
 
 def _fold(

@@ -1,5 +1,6 @@
 """Ensemble and Stage: the two names that every method implements."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -7,11 +8,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
 from plures.predictor import Predictor, call, logits_of
-from plures.role import own_tensors, tensors
+from plures.role import aliases, own_tensors, refuse_unfinished, tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -74,10 +74,7 @@ class Stage(nn.Module):
 
     def logits(self, inputs: Any) -> Tensor:
         """Run the network under training and return its logits."""
-        if torch.compiler.is_compiling():
-            return logits_of(call(self.network, inputs))
-        with parametrize.cached():  # attention layers read a weight several times in one forward
-            return logits_of(call(self.network, inputs))
+        return logits_of(call(self.network, inputs))
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
@@ -91,12 +88,19 @@ class Stage(nn.Module):
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return [{"params": trainable, "weight_decay": weight_decay}]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy what trains, for a moving average for example; the copy commits into the same ensemble."""
+        copied = self.__class__.__new__(self.__class__)
+        memo |= {id(self): copied, id(self._commit): self._commit, id(self.loss): self.loss}
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def commit(self) -> None:
         """Write the stage into its ensemble; going on to the next stage does this by itself."""
         if self.committed:
             raise PluresError(f"stage '{self.name}' is committed already")
-        for name, parameter in self.named_parameters():
-            if not bool(parameter.isfinite().all()):
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if bool(tensor.isnan().any()) or (isinstance(tensor, nn.Parameter) and bool(tensor.isinf().any())):
                 raise PluresError(
                     f"stage '{self.name}' has NaN or infinity in {name!r} and is not committed: train it again with a "
                     "lower learning rate or gradient clipping"
@@ -122,8 +126,10 @@ class Ensemble(Predictor, ABC):
         super().__init__()
         if not isinstance(network, nn.Module):
             raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
+        refuse_unfinished(network)
         self.loss: Loss = loss or F.cross_entropy
         self.shapes = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
+        self.tied = aliases(network)
 
     @abstractmethod
     def plan(self) -> list[Step]:
@@ -184,10 +190,13 @@ class Ensemble(Predictor, ABC):
         return ensemble
 
 
-def as_stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Bring a tensor into the form that a file holds: parameters in the dtype asked for, buffers as they are.
+def as_stored(tensor: Tensor, dtype: torch.dtype | None, like: Tensor | None = None) -> Tensor:
+    """Bring a tensor into the form that a file holds: weights in the dtype asked for, vectors and buffers as they are.
 
-    as_stored(network.fc.weight, torch.bfloat16)
+        as_stored(network.fc.weight, torch.bfloat16)
+
+    `like` is the tensor of the network that this one stands for, if it is another.
     """
-    weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    like = tensor if like is None else like
+    weight = isinstance(like, nn.Parameter) and like.is_floating_point() and like.dim() > 1
     return tensor.detach().to(dtype) if dtype is not None and weight else tensor.detach()

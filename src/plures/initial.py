@@ -61,3 +61,6 @@ def restart(network: nn.Module, known: Moments, names: Iterable[str], seed: int,
         for name in names:
             if name in known:
                 current[name].copy_(draw(name, current[name], known, seed, *key))
+        for module in network.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0  # never trained, so it must not be drawn

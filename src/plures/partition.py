@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -35,7 +35,7 @@ class Partition(nn.Module):
             raise PluresError(f"granularity={granularity!r}; use one of {', '.join(get_args(Granularity))}")
         self.members = members
         self.granularity = granularity
-        self._buffer_names = {name: name.replace(".", "/") for name in shapes}  # a buffer's name has no dots
+        self._buffer_names = inner_names(shapes)
         for name, shape in shapes.items():
             owners = torch.full(owner_shape(shape, granularity), FREE, dtype=torch.uint8)
             if owners.numel() < members:
@@ -44,6 +44,7 @@ class Partition(nn.Module):
                     "give it the role 'private'"
                 )
             self.register_buffer(self._buffer_names[name], owners)
+        self.register_load_state_dict_post_hook(_check_after_load)  # type: ignore[no-untyped-call]
 
     def owners(self) -> dict[str, Tensor]:
         """Map each split tensor's name to its owners: uint8, 255 where free."""
@@ -69,22 +70,23 @@ class Partition(nn.Module):
             owners = self.get_buffer(self._buffer_names[name])
             if mask.shape != owners.shape or mask.dtype != torch.bool:
                 raise PluresError(f"the choice for {name!r} must be a boolean mask of shape {tuple(owners.shape)}")
-            if bool((mask & (owners != FREE)).any()):
+            if bool((mask.to(owners.device) & (owners != FREE)).any()):
                 raise PluresError(f"member {member} chose weights of {name!r} that another member owns")
             if int(mask.sum()) != self.budget(name, member):
                 raise PluresError(
                     f"member {member} chose {int(mask.sum())} of {name!r}; its share is {self.budget(name, member)}"
                 )
         for name, mask in chosen.items():
-            self.get_buffer(self._buffer_names[name]).masked_fill_(mask, member)
+            owners = self.get_buffer(self._buffer_names[name])
+            owners.masked_fill_(mask.to(owners.device), member)
 
     def release(self, member: int) -> None:
         """Free all weights of a member."""
         for owners in self.owners().values():
             owners.masked_fill_(owners == member, FREE)
 
-    def assign(self, owners: Mapping[str, Tensor]) -> None:
-        """Write all owners at once, from a file for example; refuse what is no partition."""
+    def check(self, owners: Mapping[str, Tensor]) -> None:
+        """Refuse owners that are no partition: every member has all of its share or nothing."""
         if set(owners) != set(self._buffer_names):
             raise PluresError("owners must be given for every split tensor, and for no other")
         for name, given in owners.items():
@@ -100,6 +102,10 @@ class Partition(nn.Module):
                     raise PluresError(
                         f"member {member} owns {count[member]} of {name!r}; its share is {self.budget(name, member)}"
                     )
+
+    def assign(self, owners: Mapping[str, Tensor]) -> None:
+        """Write all owners at once, from a file for example; refuse what is no partition."""
+        self.check(owners)
         for name, given in owners.items():
             self.get_buffer(self._buffer_names[name]).copy_(given)
 
@@ -112,6 +118,19 @@ class Partition(nn.Module):
             shuffle = torch.randperm(current.numel(), generator=generator(seed, "partition", name))
             owners[name] = in_order[shuffle].reshape(current.shape)
         self.assign(owners)
+
+
+def _check_after_load(partition: Partition, _incompatible: object) -> None:
+    partition.check(partition.owners())
+
+
+def inner_names(names: Iterable[str]) -> dict[str, str]:
+    """Give tensors names under which a module can register them: without dots, and never an attribute's.
+
+    >>> inner_names(["bn.weight"])
+    {'bn.weight': '0:bn/weight'}
+    """
+    return {name: f"{index}:{name.replace('.', '/')}" for index, name in enumerate(names)}
 
 
 def owner_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ...]:

@@ -63,5 +63,7 @@ class Prediction:
         confidence, label = probabilities.max(-1)
         if abstain_below is not None:
             label = torch.where(confidence < abstain_below, ABSTAINED, label)
+        if not len(label):  # a batch of nothing has no uncertainty
+            return cls(probabilities, label, confidence, members, confidence, confidence, confidence)
         split = uncertainty(members)
         return cls(probabilities, label, confidence, members, split.total, split.aleatoric, split.epistemic)

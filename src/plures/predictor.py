@@ -1,6 +1,8 @@
 """Predict with a module that returns logits [members, batch, classes]."""
 
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -9,6 +11,16 @@ from torch.func import functional_call
 
 from plures.errors import PluresError
 from plures.prediction import Prediction
+
+_SWAPPING = threading.RLock()
+
+
+def swapping() -> AbstractContextManager[object]:
+    """Let one thread at a time run a network with other tensors in it: two would restore each other's.
+
+    with swapping(): ...
+    """
+    return nullcontext() if torch.compiler.is_compiling() else _SWAPPING
 
 
 class Predictor(nn.Module):
@@ -86,8 +98,9 @@ def call_with(network: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> 
 
     output = call_with(network, {"fc.weight": weight}, images)
     """
-    everything = dict(network.named_parameters()) | dict(network.named_buffers()) | dict(values)
-    return functional_call(network, everything, *arguments(inputs), strict=True)
+    with swapping():
+        everything = dict(network.named_parameters()) | dict(network.named_buffers()) | dict(values)
+        return functional_call(network, everything, *arguments(inputs), strict=True)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -116,18 +129,22 @@ def refuse_nan(inputs: Any) -> None:
 def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
     """Cut a batch of inputs into batches of at most `size` samples.
 
-    for chunk in chunks({"pixel_values": images}, 32): ...
+        for chunk in chunks({"pixel_values": images}, 32): ...
+
+    The first tensor says how many samples there are; what has another length goes along whole.
     """
     args, kwargs = arguments(inputs)
-    batched = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    batched = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
     if size is None or not batched:
         yield inputs
         return
     if size < 1:
         raise PluresError(f"batch_size={size}; it must be at least 1")
-    for start in range(0, max(len(batched[0]), 1), size):
+    length = len(batched[0])
+    for start in range(0, max(length, 1), size):
 
         def cut(value: Any, start: int = start) -> Any:
-            return value[start : start + size] if isinstance(value, Tensor) else value
+            batched_too = isinstance(value, Tensor) and value.dim() > 0 and len(value) == length
+            return value[start : start + size] if batched_too else value
 
         yield Arguments(tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()})

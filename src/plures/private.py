@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from plures.partition import inner_names
+
 
 class Private(nn.Module):
     """Keep one copy per member of some tensors, as rows of one stack each.
@@ -15,9 +17,11 @@ class Private(nn.Module):
 
     def __init__(self, like: Mapping[str, Tensor], members: int) -> None:
         super().__init__()
-        self._stack_names = {name: name.replace(".", "/") for name in like}  # a parameter's name has no dots
+        self._shapes = {name: tensor.shape for name, tensor in like.items()}
+        self._stack_names = inner_names(like)
         for name, tensor in like.items():
-            stack = tensor.detach().unsqueeze(0).repeat(members, *[1] * tensor.dim())
+            # Flat rows: a stack of images' weights would be taken for a video's when the memory format changes.
+            stack = tensor.detach().reshape(1, -1).repeat(members, 1)
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(self._stack_names[name], nn.Parameter(stack, tensor.requires_grad))
             else:
@@ -25,7 +29,7 @@ class Private(nn.Module):
 
     def rows(self, member: int) -> dict[str, Tensor]:
         """Give one member's tensors by name, as views."""
-        return {name: getattr(self, stack)[member] for name, stack in self._stack_names.items()}
+        return {name: getattr(self, s)[member].view(self._shapes[name]) for name, s in self._stack_names.items()}
 
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
         """Overwrite all tensors of one member."""

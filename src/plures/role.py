@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from plures.errors import PluresError
 
@@ -36,6 +37,7 @@ def roles(network: nn.Module, classifier: str | None = None) -> dict[str, Role]:
     tied under several names have one role: shared before private before split.
     """
     names = tensors(network)
+    refuse_unfinished(network)
     modules = dict(network.named_modules())
     splittable = {
         f"{path}.{attribute}".lstrip("."): module
@@ -95,6 +97,15 @@ def canonical(network: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors(network).items()}
 
 
+def aliases(network: nn.Module) -> dict[str, str]:
+    """Name the tied tensors: each further name, and the first one that the same tensor has.
+
+    >>> aliases(nn.Linear(2, 3))
+    {}
+    """
+    return {name: first for name, first in canonical(network).items() if name != first}
+
+
 def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
     """Return the roles as `Role` values, or say which of them cannot hold.
 
@@ -131,6 +142,16 @@ def nearest(name: str, known: Mapping[str, object]) -> str:
     """
     matches = get_close_matches(name, known, n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def refuse_unfinished(network: nn.Module) -> None:
+    """Refuse a network with lazy layers that have not seen a batch yet.
+
+    refuse_unfinished(nn.LazyLinear(3))
+    """
+    for name, tensor in tensors(network).items():
+        if is_lazy(tensor):
+            raise PluresError(f"{name!r} has no shape yet: run {type(network).__name__} on a batch before splitting it")
 
 
 def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from plures.ensemble import Ensemble
+from plures.ensemble import Ensemble, Loss
 from plures.errors import PluresError
 from plures.methods import METHODS
-from plures.role import tensors
+from plures.role import aliases, tensors
 from plures.version import __version__
 
 FORMAT = 1
@@ -47,6 +48,8 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
             "options": ensemble.options(),
             "state": ensemble.state(),
             "shapes": ensemble.shapes,
+            "tied": ensemble.tied,
+            "own_loss": ensemble.loss is not F.cross_entropy,
             "checksums": {name: _checksum(tensor) for name, tensor in stored.items()},
         },
         separators=(",", ":"),
@@ -56,7 +59,11 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
 
 
 def load(
-    path: str | Path, network: nn.Module | Callable[[], nn.Module], *, members: Sequence[int] | None = None
+    path: str | Path,
+    network: nn.Module | Callable[[], nn.Module],
+    *,
+    members: Sequence[int] | None = None,
+    loss: Loss | None = None,
 ) -> Ensemble:
     """Read an ensemble back; the network gives the code, the file gives the numbers.
 
@@ -64,16 +71,17 @@ def load(
         ensemble = plures.load("birds.safetensors", lambda: resnet18(num_classes=200), members=[0, 2])
 
     `network` is a network of the class that was saved, or a function that makes one; it is copied, not changed. With
-    `members` only those are read. Nothing in the file is ever executed, and a damaged file is refused.
+    `members` only those are read. Nothing in the file is ever executed, and a damaged file is refused. A file cannot
+    hold a loss: to train on with one of your own, give it again.
     """
     path = Path(path)
     if not path.is_file():
         raise PluresError(f"there is no file {path}")
+    made = network if isinstance(network, nn.Module) else network()
     try:
         with safe_open(path, framework="pt") as file:
             document = _document(path, file.metadata())
-            network = network if isinstance(network, nn.Module) else network()
-            _same_network(path, network, document["shapes"])
+            _same_network(path, made, document["shapes"], document["tied"])
             checksums = document["checksums"]
             if set(file.keys()) != set(checksums):
                 raise PluresError(f"{path} is damaged: its list of tensors does not match its header")
@@ -88,10 +96,12 @@ def load(
 
             method: type[Ensemble] = getattr(import_module(METHODS[document["method"]]), document["method"])
             restore_arguments = (document["options"], document["state"], read, list(checksums), members)
-            return method.restore(network, *restore_arguments)
+            ensemble = method.restore(made, *restore_arguments)
+            ensemble.loss = loss or (_missing_loss if document["own_loss"] else F.cross_entropy)
+            return ensemble
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise PluresError(f"{path} is damaged or no safetensors file: {error}") from None
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise PluresError(f"{path} cannot be read as an ensemble: {type(error).__name__}: {error}") from error
 
 
@@ -112,7 +122,11 @@ def _document(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     return document
 
 
-def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]]) -> None:
+def _missing_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    raise PluresError("this ensemble was trained with a loss of its own: give it again, plures.load(..., loss=...)")
+
+
+def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]], tied: dict[str, str]) -> None:
     if not isinstance(network, nn.Module):
         raise PluresError(f"network must be an nn.Module or a function that makes one, not {type(network).__name__}")
     given = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
@@ -124,27 +138,21 @@ def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]]) 
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise PluresError(f"{path} was saved from another network; {'; '.join(differing[:3])}{more}")
+    if tied != aliases(network):
+        raise PluresError(f"{path} was saved from another network; tied there: {tied}, here: {aliases(network)}")
 
 
 def _write_beside_and_rename(stored: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
+    beside = path.parent / f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.part"
     try:
         save_file(stored, beside, metadata=metadata)
-        with Path(beside).open("rb") as written:
+        with beside.open("rb") as written:
             os.fsync(written.fileno())
-        Path(beside).chmod(0o666 & ~_umask())
-        Path(beside).replace(path)
+        beside.replace(path)
     except (OSError, SafetensorError) as error:
         raise PluresError(f"cannot save to {path}: {error}; what was there before is unchanged") from error
     finally:
-        Path(beside).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+        beside.unlink(missing_ok=True)
 
 
 def _checksum(tensor: Tensor) -> str:

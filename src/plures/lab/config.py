@@ -59,10 +59,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     old, new = dict(_flat(before)), dict(_flat(now))
     return [
-        f"{name} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
+        f"{name} was {_short(old.get(name, 'absent'))} and is {_short(new.get(name, 'absent'))}"
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name) and not name.startswith("environment.")
     ]
+
+
+def _short(value: Any, most: int = 60) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -34,7 +34,8 @@ class Display(AbstractContextManager["Display"]):
         self.quiet = quiet
         self.console = Console(stderr=True, highlight=False)
         self.reached = {step.name: epochs[step.name] if step.committed else 0 for step in plan}
-        self.latest: dict[str, Mapping[str, Any]] = {}
+        self.latest: dict[str, Mapping[str, Any]] = {}  # the last record of each stage
+        self.last: Mapping[str, Any] | None = None
         self.current = ""
         self._seconds = 0.0  # of the epochs seen so far, from which the time left is estimated
         self._seen = 0
@@ -78,7 +79,7 @@ class Display(AbstractContextManager["Display"]):
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Show the record of an epoch."""
-        self.latest[record["stage"]] = record
+        self.latest[record["stage"]] = self.last = record
         self.reached[record["stage"]] = record["epoch"]
         self._seconds += record["seconds"]
         self._seen += 1
@@ -111,7 +112,7 @@ class Display(AbstractContextManager["Display"]):
         below = Table.grid()
         total = max(sum(self.epochs.values()), 1)
         below.add_row(ProgressBar(total=total, completed=sum(self.reached.values()), width=60))
-        below.add_row(self._line(self.latest[self.current]) if self.current in self.latest else "starting")
+        below.add_row("starting" if self.last is None else self._line(self.last))
         return Group(table, below)
 
     def _cell(self, step: Step) -> RenderableType:

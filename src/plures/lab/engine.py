@@ -47,7 +47,7 @@ def fit(
     (`accelerate launch`, `torchrun`) share every batch, and one of them writes. `trackers` are those of accelerate.
     """
     processes = Processes(recipe.precision, trackers, run)
-    epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
+    processes.batch_size(recipe)
     folder = None if run is None else RunFolder(run)
     config = describe(ensemble, data, recipe, processes.precision)
     with ExitStack() as stack:
@@ -58,6 +58,7 @@ def fit(
             _restore(ensemble, folder, network, processes)
         ensemble.to(processes.device)
         _refuse_different_starts(ensemble, processes)
+        epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(Display(ensemble.plan(), epochs, quiet=quiet or not processes.main))
         stack.enter_context(processes.tracking(config["recipe"]))
         _Run(ensemble, data, recipe, folder, processes, display).train()
@@ -87,6 +88,7 @@ def _restore(ensemble: Ensemble, folder: RunFolder, network: Network | None, pro
             copied.write_bytes(contents)
             loaded = load(copied, network)
     loss = ensemble.loss  # a function: no file holds it
+    # The caller keeps the ensemble that it gave: whether a run was cut or not shall make no difference.
     ensemble.__dict__.clear()
     ensemble.__dict__.update(loaded.__dict__)
     ensemble.loss = loss

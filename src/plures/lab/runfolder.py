@@ -90,10 +90,14 @@ class RunFolder:
         if not self._config.is_file():
             if self.ensemble.exists() or self.partial.exists():
                 raise PluresError(f"{self.path} holds an ensemble but no config.json: choose another run folder")
-            self.write(self._config, json.dumps(config, indent=2).encode() + b"\n")
+            self._write_config(config)
             return
         before = self.config()
         if differing := differences(before, config):
+            if not self.state.exists() and not self.finished:  # no epoch was finished: there is nothing to lose
+                self.partial.unlink(missing_ok=True)
+                self._write_config(config)
+                return
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise PluresError(
                 f"{self.path} holds a run of another configuration: {'; '.join(differing[:3])}{more}; "
@@ -137,6 +141,9 @@ class RunFolder:
         """Remove what only an unfinished run needs."""
         self.partial.unlink(missing_ok=True)
         self.state.unlink(missing_ok=True)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self.write(self._config, json.dumps(config, indent=2).encode() + b"\n")
 
     @contextmanager
     def _told(self, path: Path) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
@@ -15,7 +16,7 @@ from plures.errors import PluresError
 from plures.initial import Moments, moments, restart
 from plures.masks import Keep, TopK, mask_of, owned_part, put_on, unmasked
 from plures.partition import Granularity, Partition
-from plures.predictor import Arguments, call_with, logits_of
+from plures.predictor import Arguments, call_with, logits_of, swapping
 from plures.private import Private
 from plures.role import Role, canonical, check_roles, own_tensors, tensors
 from plures.role import roles as roles_of
@@ -39,7 +40,8 @@ class OrthogonalDropout(Ensemble):
     `classifier` says what becomes of the tensors that have the role "shared": "fixed" freezes them for all members,
     "split" and "private" give them to the members. `init="fresh"` draws each member anew, at the scale that the given
     network was initialised with; `init="given"` starts from the given weights: the first member needs no pre-training.
-    `literal_gradient` prunes with the gradient as the paper's appendix prints it, for the ablation.
+    `literal_gradient` prunes with the gradient as the paper's appendix prints it, for the ablation. `measured` are the
+    moments that fresh starts are drawn with, where the network at hand is no longer the one they were measured on.
     """
 
     def __init__(
@@ -55,17 +57,18 @@ class OrthogonalDropout(Ensemble):
         loss: Loss | None = None,
         literal_gradient: bool = False,
         seed: int = 0,
+        measured: Moments | None = None,
     ) -> None:
         super().__init__(network, loss)
         if init not in get_args(Init):
             raise PluresError(f"init={init!r}; use one of {', '.join(get_args(Init))}")
         self.members = members
-        self.optimize_masks = optimize_masks
+        self.optimize_masks = bool(optimize_masks)  # plain values, because a file holds them as JSON
         self.classifier = classifier
         self.granularity = granularity
         self.init = init
-        self.literal_gradient = literal_gradient
-        self.seed = seed
+        self.literal_gradient = bool(literal_gradient)
+        self.seed = int(seed)
         self.roles = _resolve_roles(network, roles, classifier)
 
         self._first_names = canonical(network)
@@ -75,11 +78,11 @@ class OrthogonalDropout(Ensemble):
         self.partition = Partition({name: tensor.shape for name, tensor in split.items()}, members, granularity)
         self.private = Private(private, members)
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
-        self.network = copy.deepcopy(network)
+        self.network = _copied(network)
         self.draft: nn.Module | None = None  # the member in training, between two of its stages
         self.committed: list[list[str]] = [[] for _ in range(members)]  # the phases that each member has behind it
         self.attempts = [0] * members  # how often a member was thrown away: each attempt draws other numbers
-        self._moments: Moments | None = None
+        self.moments = moments(network) if measured is None else measured
         self.loaded: list[int] | None = None  # set where only some members were read from a file
         if not optimize_masks:
             self.partition.randomise(seed)
@@ -91,13 +94,6 @@ class OrthogonalDropout(Ensemble):
         """The members that can predict."""
         ready = [member for member, done in enumerate(self.committed) if {"finetune", "train"} & set(done)]
         return ready if self.loaded is None else [member for member in ready if member in self.loaded]
-
-    @property
-    def moments(self) -> Moments:
-        """The scale of each tensor's first values; measured when first asked for, which the first stage does."""
-        if self._moments is None:
-            self._moments = moments(self.network)
-        return self._moments
 
     @property
     def in_training(self) -> int | None:
@@ -142,8 +138,9 @@ class OrthogonalDropout(Ensemble):
         """
         if kind not in (None, *get_args(Kind)):
             raise PluresError(f"kind={kind!r}; use one of {', '.join(get_args(Kind))}")
+        ready = self._all_ready()
         if kind is None:
-            unfolded = len(self._all_ready()) * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
+            unfolded = len(ready) * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
             kind = "unfolded" if memory is None or unfolded <= memory else "lean"
         return Unfolded(self, fold) if kind == "unfolded" else Lean(self, fold)
 
@@ -167,6 +164,7 @@ class OrthogonalDropout(Ensemble):
 
     def open(self, step: Step) -> Stage:
         """Check out the stage of one step of the plan."""
+        self._refuse_unless_due(step, self.attempts)
         member = self._number(step.member)
         network = self._start(member) if self.draft is None else copy.deepcopy(self.draft)
         for name, tensor in tensors(network).items():
@@ -180,28 +178,33 @@ class OrthogonalDropout(Ensemble):
                 pretrain = step.phase == "pretrain"
                 masks[name] = Keep(self.partition.free(name) if pretrain else self.partition.owned(name, member))
         put_on(network, masks, self._first_names)
-        return Stage(network, step, self.loss, self._commit)
+        return Stage(network, step, self.loss, partial(self._commit, attempts=list(self.attempts)))
 
     def discard(self, member: int, network: nn.Module | None = None) -> None:
         """Throw a member away, so that `stages()` trains it again; the others keep every bit.
 
             ensemble.discard(2)
 
-        With `init="given"`, hand in the network to start from once more; without it the member starts afresh.
+        With `init="given"`, hand in the network to start from once more; without it the member starts afresh. After
+        loading a complete file, its norm layers start as they are in the network that was given to `load`.
         """
         self._number(member)
         if self.in_training not in (None, member):
             raise PluresError(f"member {self.in_training} is in training: finish or discard it before member {member}")
         if self.loaded is not None:
             raise PluresError(f"only members {self.loaded} were loaded: load the whole file to change it")
+        if network is not None and self.init == "fresh":
+            raise PluresError("with init='fresh' a member starts afresh: leave out the network")
+        if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.shapes:
+            raise PluresError("the network handed in is another than the ensemble was made of: its tensors differ")
         if self.init == "given":
             source = copy.deepcopy(self.network if network is None else network)
             if network is None:
                 restart(source, self.moments, self.owners, self.seed, "discard", member, self.attempts[member])
-            self._write(member, unmasked(source))
+            self._write(member, tensors(source))
         if self.optimize_masks:
             self.partition.release(member)
-        self.attempts[member] += 1
+        self.attempts[member] = 0 if network is not None else self.attempts[member] + 1
         self.committed[member] = []
         self.draft = None
 
@@ -240,11 +243,14 @@ class OrthogonalDropout(Ensemble):
     ) -> Self:
         """Build an ensemble from what `options`, `state` and `tensors` gave; `read` gets one of the named tensors."""
         # Built with all weights free, because the file says who owns them, and with the roles as they were resolved.
-        ensemble = cls(network, **{**options, "optimize_masks": True, "classifier": "fixed"})
+        measured = {name: (float(mean), float(deviation)) for name, (mean, deviation) in state["moments"].items()}
+        built = {**options, "optimize_masks": True, "classifier": "fixed", "measured": measured}
+        ensemble = cls(network, **built)
         ensemble.optimize_masks, ensemble.classifier = options["optimize_masks"], options["classifier"]
-        ensemble.committed = [list(done) for done in state["committed"]]
-        ensemble.attempts = list(state["attempts"])
-        ensemble._moments = {name: (mean, deviation) for name, (mean, deviation) in state["moments"].items()}
+        ensemble.committed = [[PHASES[PHASES.index(phase)] for phase in done] for done in state["committed"]]
+        ensemble.attempts = [int(attempts) for attempts in state["attempts"]]
+        if not len(ensemble.committed) == len(ensemble.attempts) == ensemble.members:
+            raise PluresError(f"the progress of {len(ensemble.committed)} members is stored, not {ensemble.members}")
         if members is not None:
             ensemble.loaded = sorted({ensemble._ready(member) for member in members})
         compact.from_tensors(ensemble, read, names)
@@ -291,7 +297,7 @@ class OrthogonalDropout(Ensemble):
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         if not self.optimize_masks:
             return ["train"]
-        given_whole = self.init == "given" and not claimed_by_others
+        given_whole = self.init == "given" and not claimed_by_others and not any(self.attempts)
         takes_the_rest = len(claimed_by_others) == self.members - 1
         skipped = {"pretrain": given_whole, "prune": takes_the_rest, "finetune": False}
         return [phase for phase, skip in skipped.items() if not skip]
@@ -303,15 +309,15 @@ class OrthogonalDropout(Ensemble):
         return values | self.private.rows(member)
 
     def _run(self, member: int, batches: list[Any]) -> Tensor:
-        values = self._member_tensors(member)
-        return torch.cat([logits_of(call_with(self.network, values, batch)) for batch in batches])
+        with swapping():
+            values = self._member_tensors(member)
+            return torch.cat([logits_of(call_with(self.network, values, batch)) for batch in batches])
 
     def _start(self, member: int) -> nn.Module:
         network = copy.deepcopy(self.network)
-        known = self.moments  # also with given weights: measured now, while they are all there
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
-            restart(network, known, names, self.seed, "member", member, self.attempts[member])
+            restart(network, self.moments, names, self.seed, "member", member, self.attempts[member])
         return network
 
     def _scores(self, network: nn.Module, name: str, member: int) -> TopK:
@@ -322,12 +328,15 @@ class OrthogonalDropout(Ensemble):
         largest = scores.abs().masked_fill(~free, 0.0).max().clamp_min(torch.finfo(torch.float32).tiny)
         return TopK(scores / largest, free, self.partition.budget(name, member), self.literal_gradient)
 
-    def _commit(self, stage: Stage) -> None:
-        member = self._number(stage.member)
+    def _refuse_unless_due(self, step: Step, attempts: list[int]) -> None:
         due = next((step for step in self.plan() if not step.committed), None)
-        if stage.step != due:
+        if step != due or attempts != self.attempts:
             now = f"'{due.name}' is next" if due else "all stages are committed"
-            raise PluresError(f"stage '{stage.name}' is out of date: {now}")
+            raise PluresError(f"stage '{step.name}' is out of date: {now}")
+
+    def _commit(self, stage: Stage, attempts: list[int]) -> None:
+        member = self._number(stage.member)
+        self._refuse_unless_due(stage.step, attempts)
         values = unmasked(stage.network)
         if stage.phase == "prune":
             masks = {name: cast(TopK, mask_of(stage.network, name)) for name in self.owners}
@@ -348,7 +357,8 @@ class OrthogonalDropout(Ensemble):
         with torch.no_grad():
             for name, weight in own_tensors(self.network).items():
                 if name in self.owners:
-                    weight.copy_(torch.where(self.partition.owned(name, member), values[name], weight))
+                    value = values[name].to(weight.device, weight.dtype)
+                    weight.copy_(torch.where(self.partition.owned(name, member), value, weight))
         self.private.write(member, values)
 
 
@@ -357,17 +367,24 @@ def _resolve_roles(network: nn.Module, given: Mapping[str, str] | None, classifi
     if classifier not in get_args(Classifier):
         raise PluresError(f"classifier={classifier!r}; use one of {', '.join(get_args(Classifier))}")
     chosen: dict[str, str] = dict(roles_of(network) if given is None else given)
-    shared = [n for n, tensor in tensors(network).items() if chosen.get(n) == Role.SHARED and tensor.requires_grad]
-    if given is None and not shared:
-        raise PluresError(
-            f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the logits "
-            "with roles=plures.roles(network, classifier=...)"
-        )
-    for name in shared:
-        if classifier != "fixed":
-            matrix = tensors(network)[name].dim() > 1
-            chosen[name] = Role.SPLIT if classifier == "split" and matrix else Role.PRIVATE
+    if classifier == "fixed":
+        if given is None and Role.SHARED not in chosen.values():
+            raise PluresError(
+                f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the "
+                "logits with roles=plures.roles(network, classifier=...)"
+            )
+        return check_roles(network, chosen)
+    for name, tensor in tensors(network).items():
+        if chosen.get(name) == Role.SHARED and tensor.requires_grad:
+            chosen[name] = Role.SPLIT if classifier == "split" and tensor.dim() > 1 else Role.PRIVATE
     return check_roles(network, chosen)
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(network)
+    except Exception as error:  # whatever the network's own attributes raise
+        raise PluresError(f"{type(network).__name__} cannot be copied: {error}") from error
 
 
 def _overwrite(network: nn.Module, values: Mapping[str, Tensor]) -> None:
