@@ -534,3 +534,12 @@ def test_numbers_of_numpy_are_stored_as_numbers(tmp_path) -> None:
     ensemble = OrthogonalDropout(mlp(), members=2, seed=np.int64(3), optimize_masks=np.False_)
     plures.save(ensemble, tmp_path / "e")
     assert plures.load(tmp_path / "e", mlp()).options()["seed"] == 3
+
+
+def test_masks_lie_in_memory_as_their_weights_do() -> None:
+    network = networks.resnet().to(memory_format=torch.channels_last)
+    stage = next(OrthogonalDropout(network, members=2).stages())
+    weight = stage.network.blocks[0].conv1.parametrizations.weight
+    assert weight.original.is_contiguous(memory_format=torch.channels_last)
+    assert weight[0].mask.stride() == weight.original.stride()
+    assert stage.network.blocks[0].conv1.weight.stride() == weight.original.stride()

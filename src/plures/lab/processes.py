@@ -61,7 +61,7 @@ class Processes:
         # Buffers are not exchanged at every step: masks never change, and batch-norm statistics are averaged once an
         # epoch, which lets them see the images of all processes instead of those of the first.
         names = [name for name, _ in stage.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, names)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, names)  # type: ignore[no-untyped-call]
         model, stepper = self.accelerator.prepare(stage, optimizer)
         return model, stepper
 

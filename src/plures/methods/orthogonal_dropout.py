@@ -14,7 +14,7 @@ from plures.engines import Engine, Kind, Lean, Unfolded
 from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
 from plures.initial import Moments, moments, restart
-from plures.masks import Keep, TopK, mask_of, owned_part, put_on, unmasked
+from plures.masks import Keep, TopK, in_layout_of, mask_of, owned_part, put_on, unmasked
 from plures.partition import Granularity, Partition
 from plures.predictor import Arguments, call_with, logits_of, swapping
 from plures.private import Private
@@ -176,7 +176,8 @@ class OrthogonalDropout(Ensemble):
                 masks[name] = self._scores(network, name, member)
             else:
                 pretrain = step.phase == "pretrain"
-                masks[name] = Keep(self.partition.free(name) if pretrain else self.partition.owned(name, member))
+                used = self.partition.free(name) if pretrain else self.partition.owned(name, member)
+                masks[name] = Keep(in_layout_of(tensors(network)[name], used))
         put_on(network, masks, self._first_names)
         return Stage(network, step, self.loss, partial(self._commit, attempts=list(self.attempts)))
 

@@ -34,12 +34,12 @@ def ratios(quick: bool = False) -> Iterator[Ratio]:
     for ratio in ratios(quick=True): print(ratio)
     """
     precision = precision_here()
-    yield from step_ratios(RESNET18, 64, precision, rounds=3)
+    yield from step_ratios(RESNET18, 64, precision, rounds=5)
     yield from mask_ratios(rounds=7)
     yield from data_ratios(rounds=5)
     yield from file_ratios(RESNET18, rounds=5)
     yield memory_ratio(RESNET18, rounds=3)
-    yield from prediction_ratios(RESNET18, 128, "float32", rounds=2)
+    yield from prediction_ratios(RESNET18, 128, "float32", rounds=3)
     if quick:
         return
     yield from prediction_ratios(RESNET18, 1, "float32", rounds=5, compiled=True)
