@@ -43,7 +43,7 @@ class Train:
       plures train                                              orthogonal dropout on digits, about a minute
       plures train digits --method deep-ensemble --members 3
       plures train cifar10-cpu --data-dir data --set granularity=kernel
-      plures train digits --data ./birds --size 32 --epochs.pretrain 40 --run runs/birds
+      plures train cifar10-cpu --data ./birds --size 32 --limit None --run runs/birds
       accelerate launch --num_processes 2 -m plures train cifar10
 
     Written into the run folder: config.json (everything that decides about the result, and versions), log.jsonl (a
@@ -73,17 +73,13 @@ class Train:
         from plures.lab import tables
         from plures.lab.display import duration
         from plures.lab.options import method_class, takes
-        from plures.lab.runfolder import RunFolder
         from plures.lab.train import train
 
         usual = usual_settings(self.recipe, self.method).members
         if self.settings.members != usual and not takes(method_class(self.method), "members"):
             raise PluresError(f"{self.method} has no members to count: leave out --members {self.settings.members}")
         run = self.run or Path("runs") / f"{self.recipe}-{self.method}-seed{self.settings.seed}"
-        was_finished = RunFolder(run).finished
         found = train(self.settings, self.method, run, settings=self.set, data_dir=self.data_dir, trackers=self.track)
-        if was_finished:
-            print(f"the run in {run} was finished before: there was nothing to train", file=sys.stderr)
         if found and self.json:
             _print_json({"run": str(run), "test": found})
         elif found:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from plures.ensemble import Stage
+from plures.lab.precision import resolve
 from plures.lab.recipes import Recipe
 from plures.lab.run import device_for, network_for
 from plures.methods.orthogonal_dropout import OrthogonalDropout
@@ -62,14 +63,14 @@ def estimate(recipe: Recipe) -> float | None:
 
 def _seconds_per_step(stage: Stage, recipe: Recipe, channels: int, size: int) -> float:
     optimizer = torch.optim.SGD(stage.parameter_groups(), lr=0.0)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(resolve(recipe.precision, device_for()))
 
     def step(batch: int) -> float:
         images = torch.randn(batch, channels, size, size, device=device_for())
         targets = torch.zeros(batch, dtype=torch.long, device=images.device)
         _finish(images)
         started = time.perf_counter()
-        dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision]
-        with torch.autocast(images.device.type, dtype, enabled=recipe.precision != "no"):
+        with torch.autocast(images.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = stage(images.contiguous(memory_format=torch.channels_last), targets)
         loss.backward()
         optimizer.step()
@@ -78,7 +79,7 @@ def _seconds_per_step(stage: Stage, recipe: Recipe, channels: int, size: int) ->
         return time.perf_counter() - started
 
     probe = min(PROBE, recipe.batch_size)
-    step(probe)  # the first step also allocates and compiles
+    step(probe)  # the first step also allocates memory and chooses kernels
     full = step(probe) * recipe.batch_size / probe
     if full < PATIENCE:
         full = min(step(recipe.batch_size) for _ in range(REPEATS))
