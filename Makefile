@@ -25,7 +25,7 @@ bench: $(READY)  ## ratios measured side by side in one run
 	$(BIN)/plures bench --out benchmarks
 
 docs: $(READY)  ## regenerate the figures that stand in docs/
-	$(BIN)/python examples/digits.py --markdown docs/digits.md
+	OMP_NUM_THREADS=1 $(BIN)/python docs/make_digits.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -255,6 +255,12 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, tmp_path, monkey
         plures.save(ensemble, tmp_path / "missing" / "x.safetensors")
 
 
+def test_a_file_is_as_readable_as_any_other(tmp_path) -> None:
+    (tmp_path / "other").touch()
+    plures.save(trained(), tmp_path / "ensemble")
+    assert (tmp_path / "ensemble").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_equal_ensembles_give_equal_bytes(tmp_path) -> None:
     plures.save(trained(), tmp_path / "a")
     plures.save(trained(), tmp_path / "b")

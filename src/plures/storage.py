@@ -145,7 +145,10 @@ def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]], 
 def _write_beside_and_rename(stored: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
     beside = path.parent / f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.part"
     try:
+        beside.touch()
+        usual = beside.stat().st_mode
         save_file(stored, beside, metadata=metadata)
+        beside.chmod(usual)  # as readable as the user's other files: safetensors alone makes it private
         with beside.open("rb") as written:
             os.fsync(written.fileno())
         beside.replace(path)
