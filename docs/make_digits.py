@@ -13,6 +13,16 @@ SEEDS = (0, 1, 2)
 RUNS = Path("runs/digits")
 COLUMNS = {"accuracy": "accuracy %", "nll": "NLL", "ece": "ECE", "brier": "Brier", "calibrated_nll": "calibrated NLL"}
 
+ABOUT = """# Digits
+
+Every method on the recipe `digits` (300 training images of 8 x 8 pixels, two hidden layers of 256 units), tested on 450
+images. Mean and standard deviation over seeds {seeds}; made by `make docs`, which runs
+`plures train digits --method METHOD --seed SEED` for each. Machine: {machine}.
+
+Calibrated NLL is at the temperature fitted on the 100 validation images. Agreement is the inter-rater kappa: lower is
+more diverse. Size is that of the file, relative to the single network's.
+"""
+
 
 def main() -> None:
     """Train what is missing and write the page."""
@@ -27,18 +37,9 @@ def main() -> None:
         if method == "deterministic":
             single = found[0]["bytes"]
         rows.append((method, found))
+    about = ", ".join(f"{key} {value}" for key, value in machine().items())
     lines = [
-        "# Digits",
-        "",
-        "Every method on the recipe `digits` (300 training images of 8 x 8 pixels, two hidden layers of 256), tested on",
-        f"450 images. Mean and standard deviation over seeds {', '.join(map(str, SEEDS))}; made by `make docs`, which runs",
-        "`plures train digits --method METHOD --seed SEED` for each. Machine: "
-        + ", ".join(f"{key} {value}" for key, value in machine().items())
-        + ".",
-        "",
-        "Calibrated NLL is at the temperature fitted on the 100 validation images. Size is that of the file, relative to",
-        "the single network's.",
-        "",
+        ABOUT.format(seeds=", ".join(map(str, SEEDS)), machine=about),
         "| method | members | " + " | ".join(COLUMNS.values()) + " | agreement | size |",
         "|---|---|" + "---|" * (len(COLUMNS) + 2),
     ]

@@ -99,7 +99,10 @@ def markdown(found: list[Ratio], table: list[MethodCost]) -> str:
     """
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     lines = ["# Benchmark", "", f"Made by `make bench`. {about}.", ""]
-    lines += ["Ratios measured side by side in one run: median of the rounds, with the least and the largest.", ""]
+    lines += [
+        "Ratios of the fastest runs, measured side by side; spread: the least and the largest ratio of a round.",
+        "",
+    ]
     lines += ["| measure | setting | ratio | spread | bar |", "|---|---|---|---|---|"]
     for one in found:
         sign = ">=" if one.at_least else "<="
