@@ -27,7 +27,7 @@ def test_a_race_runs_the_baseline_around_every_rival() -> None:
     assert [one.name for one in found] == ["one", "two"]
     assert found[0].met is None
     assert found[1].met is True
-    assert all(0 < one.low <= one.high for one in found)
+    assert all(one.low <= one.value <= one.high for one in found)
 
 
 def test_bars_may_be_lower_or_upper_bounds() -> None:

@@ -219,8 +219,9 @@ class Bench:
     """Measure speed and size against the alternatives, as ratios in one run.
 
     Examples:
-      plures bench                      everything, a quarter of an hour on two cores
+      plures bench                      a ResNet18 and the cost of every method, about ten minutes on two cores
       plures bench --quick              only what has a bar
+      plures bench --full               also a WideResNet28-10 and a transformer of the size of ViT-S
       plures bench --out benchmarks     also write results.json and results.md
 
     Two things are compared by running them in turn, so that a busy machine slows both; let it be idle all the same.
@@ -228,6 +229,8 @@ class Bench:
 
     quick: Switch = False
     """Measure only what has a bar."""
+    full: Switch = False
+    """Measure large networks, too."""
     out: Annotated[Path | None, arg(metavar="FOLDER")] = None
     """Write results.json and results.md into this folder."""
     json: Switch = False
@@ -240,7 +243,7 @@ class Bench:
         from plures.lab.bench import suite
 
         found, costs = [], []
-        for ratio in suite.ratios(self.quick):
+        for ratio in suite.ratios(self.quick, self.full):
             found.append(ratio)
             print(ratio, file=sys.stderr)
         for cost in () if self.quick else suite.costs():

@@ -1,6 +1,5 @@
 """Ratios measured side by side in one run: the machine's mood cancels out."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +15,7 @@ class Ratio:
         >>> str(Ratio("masked step / plain step", "ResNet18", 1.02, 1.01, 1.04, bar=1.05))
         'masked step / plain step (ResNet18): 1.02, 1.01 to 1.04; bar 1.05'
 
-    `value` is the ratio of the fastest runs, because whatever else a machine does only ever adds time; `low` and `high`
-    are the least and the largest ratio of a single round.
+    `value` is the median of the rounds' ratios, `low` and `high` are the least and the largest.
     """
 
     name: str
@@ -55,28 +53,25 @@ def race(
     rounds: int,
     bars: Mapping[str, float] | None = None,
 ) -> Iterator[Ratio]:
-    """Time rivals against one baseline, round by round, and give the ratio of the fastest runs.
+    """Time rivals against one baseline, round by round, and give the median of the rounds' ratios.
 
         race("ResNet18, batch 64", plain_step, {"masked step / plain step": masked_step}, rounds=5)
 
-    In every round the baseline runs before and after each rival; the round's ratio is to the mean of the two.
+    In every round the baseline runs before and after each rival, and the rival is divided by the mean of the two: a
+    machine that grows slower or faster meanwhile does so for both.
     """
     baseline()
     for rival in rivals.values():
         rival()
     samples: dict[str, list[float]] = {name: [] for name in rivals}
-    fastest: dict[str, float] = dict.fromkeys(rivals, math.inf)
-    fastest_baseline = math.inf
     for _ in range(rounds):
         before = _seconds(baseline)
         for name, rival in rivals.items():
             taken, after = _seconds(rival), _seconds(baseline)
             samples[name].append(2 * taken / (before + after))
-            fastest[name], fastest_baseline = min(fastest[name], taken), min(fastest_baseline, before, after)
             before = after
     for name, found in samples.items():
-        value = fastest[name] / fastest_baseline
-        yield Ratio(name, setting, value, min(found), max(found), (bars or {}).get(name))
+        yield ratio(name, setting, found, (bars or {}).get(name))
 
 
 def _seconds(action: Action) -> float:

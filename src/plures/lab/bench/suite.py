@@ -28,15 +28,15 @@ def precision_here() -> str:
     return "bf16" if resolve("auto", torch.device("cpu")) == "bf16" else "float32"
 
 
-def ratios(quick: bool = False) -> Iterator[Ratio]:
-    """Measure everything that has a bar, and with `quick` nothing else.
+def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio]:
+    """Measure a ResNet18: with `quick` only what has a bar; with `full` also a wide ResNet and a transformer.
 
     for ratio in ratios(quick=True): print(ratio)
     """
     precision = precision_here()
-    yield from step_ratios(RESNET18, 64, precision, rounds=5)
+    yield from step_ratios(RESNET18, 64, precision, rounds=7)
     yield from mask_ratios(rounds=7)
-    yield from data_ratios(rounds=5)
+    yield from data_ratios(rounds=9)
     yield from file_ratios(RESNET18, rounds=5)
     yield memory_ratio(RESNET18, rounds=3)
     yield from prediction_ratios(RESNET18, 128, "float32", rounds=3)
@@ -46,7 +46,7 @@ def ratios(quick: bool = False) -> Iterator[Ratio]:
     yield from prediction_ratios(RESNET18, 32, "float32", rounds=2)
     if precision == "bf16":
         yield from prediction_ratios(RESNET18, 128, "bf16", rounds=2)
-    for subject in (WIDE_RESNET, TRANSFORMER):
+    for subject in (WIDE_RESNET, TRANSFORMER) if full else ():
         yield from step_ratios(subject, 4, precision, rounds=2)
         yield from file_ratios(subject, rounds=2)
         yield memory_ratio(subject, rounds=1)
@@ -100,7 +100,7 @@ def markdown(found: list[Ratio], table: list[MethodCost]) -> str:
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     lines = ["# Benchmark", "", f"Made by `make bench`. {about}.", ""]
     lines += [
-        "Ratios of the fastest runs, measured side by side; spread: the least and the largest ratio of a round.",
+        "Ratios measured side by side in one run: median of the rounds, with the least and the largest.",
         "",
     ]
     lines += ["| measure | setting | ratio | spread | bar |", "|---|---|---|---|---|"]
