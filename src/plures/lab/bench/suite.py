@@ -47,7 +47,7 @@ def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio]:
     if precision == "bf16":
         yield from prediction_ratios(RESNET18, 128, "bf16", rounds=2)
     for subject in (WIDE_RESNET, TRANSFORMER) if full else ():
-        yield from step_ratios(subject, 4, precision, rounds=2)
+        yield from step_ratios(subject, 4, precision, rounds=3)
         yield from file_ratios(subject, rounds=2)
         yield memory_ratio(subject, rounds=1)
         yield from prediction_ratios(subject, 4, "float32", rounds=2)
