@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 from plures.errors import PluresError
-from plures.lab.commands import COMMANDS, Command, Train, usual_settings
+from plures.lab.commands import COMMANDS, Command, Compare, Train, usual_settings
 from plures.lab.options import unknown
 from plures.version import __version__
 
@@ -62,7 +62,8 @@ def parse(arguments: Sequence[str]) -> Command:
         tyro.extras.subcommand_cli_from_dict({**COMMANDS}, prog="plures", description=OVERVIEW, args=[name])
     if name not in COMMANDS:
         raise unknown("command", name, COMMANDS)
-    command: Command = _parse_train(rest) if name == "train" else _parse(COMMANDS[name], rest)
+    special: dict[str, Callable[[Sequence[str]], Command]] = {"train": _parse_train, "compare": _parse_compare}
+    command: Command = special[name](rest) if name in special else _parse(COMMANDS[name], rest)
     return command
 
 
@@ -75,6 +76,16 @@ def _parse_train(arguments: Sequence[str]) -> Train:
         if (parsed.recipe, parsed.method) == (recipe, method):
             return parsed
         recipe, method = parsed.recipe, parsed.method
+
+
+def _parse_compare(arguments: Sequence[str]) -> Compare:
+    recipe = "digits"
+    while True:
+        # Methods change the recipe themselves: here it is as it stands.
+        parsed = _parse(Compare, arguments, Compare(settings=usual_settings(recipe, "deterministic")))
+        if parsed.recipe == recipe:
+            return parsed
+        recipe = parsed.recipe
 
 
 def _parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> Parsed:

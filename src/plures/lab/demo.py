@@ -7,7 +7,6 @@ Everything is kept in runs/demo: started again, it goes on where it stopped.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from plures.errors import PluresError
 
@@ -17,39 +16,44 @@ METHODS = ("deterministic", "orthogonal-dropout", "deep-ensemble")
 
 
 def main() -> int:
-    """Train the three, print the table, and return the exit code.
+    """Train the three, print the table, write the report, and return the exit code.
 
     main()
     """
-    from plures.lab import tables
-
     try:
-        found = train_all(RUNS)
+        return demonstrate(RUNS)
     except PluresError as error:
         print(f"plures: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("plures: interrupted; the same command goes on after the last finished epoch", file=sys.stderr)
         return 130
-    tables.show(tables.comparison_table(f"the network of the recipe {RECIPE}, used three ways", found))
-    tables.show(f"Size is that of the saved file. Try next: plures evaluate {RUNS / METHODS[1]} --shift")
-    return 0
 
 
-def train_all(runs: Path) -> dict[str, dict[str, Any]]:
-    """Train the recipe with every method of the demonstration; what is finished is only read.
+def demonstrate(runs: Path) -> int:
+    """Compare the methods of the demonstration; what is finished is only read.
 
-    train_all(Path("runs/demo"))["deep-ensemble"]["nll"]
+    demonstrate(Path("runs/demo"))
     """
-    from plures.lab.options import METHOD_NAMES
+    from plures.lab import tables
+    from plures.lab.experiments import write
+    from plures.lab.experiments.compare import compare
+    from plures.lab.experiments.jobs import Comparison, variants
+    from plures.lab.experiments.results import columns
     from plures.lab.recipes import get_recipe
-    from plures.lab.train import train
+    from plures.lab.report import write_report
 
-    found = {}
-    for method in METHODS:
-        print(f"{method}, into {runs / method}", file=sys.stderr)
-        found[method] = train(get_recipe(RECIPE).for_method(METHOD_NAMES[method]), method, runs / method)
-    return found
+    comparison = Comparison(RECIPE, get_recipe(RECIPE), variants(METHODS))
+    (rows,) = compare([comparison], runs)
+    title = f"the network of the recipe {RECIPE}, used three ways"
+    tables.show(write.table(title, rows, columns(rows)), write.legend(rows))
+    if any(row.failures for row in rows):
+        return 2
+    folder = runs / RECIPE
+    page = write_report([folder], runs / "report.html", data_dir=None, command=f"plures report {folder}")
+    tables.show(f"The report: {page}")
+    tables.show(f"Try next: plures evaluate {folder / METHODS[1] / 'seed-0'} --shift")
+    return 0
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Display(AbstractContextManager["Display"]):
             self._level = logger.level
             logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
             logger.addHandler(self._messages)
-            if self.console.is_terminal:
+            if self.console.is_terminal and not all(step.committed for step in self.plan):
                 self._live = Live(
                     get_renderable=self._table, console=self.console, refresh_per_second=REFRESH, transient=False
                 )

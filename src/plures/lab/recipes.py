@@ -189,6 +189,20 @@ DIGITS = Recipe(
     precision="no",  # layers this small gain nothing from bf16
 )
 
+# With convolutions, for what only they have: kernels as owners, dropout between them.
+DIGITS_RESNET = replace(
+    DIGITS,
+    about="300 digits of 8 pixels from scikit-learn, ResNet8: a first try with convolutions",
+    model="resnet8",
+    width=16,
+)
+DIGITS_WRN = replace(
+    DIGITS,
+    about="300 digits of 8 pixels from scikit-learn, the smallest wide ResNet",
+    model="wide_resnet10_2",
+    width=8,
+)
+
 # The paper: SGD as for ResNets on CIFAR (He et al., 2016): rate 0.1 with two drops, batch 128, crop 4 and flip.
 CIFAR10 = Recipe(
     about="CIFAR10, ResNet18, the paper's settings: for a GPU",
@@ -271,6 +285,16 @@ CIFAR100_CPU = replace(
     about="CIFAR100, 10,000 images at 16 pixels, ResNet18 at quarter width: for two cores",
     data="cifar100",
 )
+CIFAR10_WRN_CPU = replace(
+    CIFAR10_CPU,
+    about="CIFAR10, 10,000 images at 16 pixels, the smallest wide ResNet: for two cores",
+    model="wide_resnet10_2",
+)
+CIFAR100_WRN_CPU = replace(
+    CIFAR10_WRN_CPU,
+    about="CIFAR100, 10,000 images at 16 pixels, the smallest wide ResNet: for two cores",
+    data="cifar100",
+)
 TINY_IMAGENET_CPU = replace(
     CIFAR10_CPU,
     about="20 classes of Tiny-ImageNet at 64 pixels, ResNet18 at quarter width: for two cores",
@@ -301,6 +325,8 @@ CUB200_CPU = replace(
 
 RECIPES: dict[str, Recipe] = {
     "digits": DIGITS,
+    "digits-resnet": DIGITS_RESNET,
+    "digits-wrn": DIGITS_WRN,
     "cifar10": CIFAR10,
     "cifar100": CIFAR100,
     "cub200": CUB200,
@@ -311,4 +337,6 @@ RECIPES: dict[str, Recipe] = {
     "cifar100-cpu": CIFAR100_CPU,
     "tiny-imagenet-cpu": TINY_IMAGENET_CPU,
     "cub200-cpu": CUB200_CPU,
+    "cifar10-wrn-cpu": CIFAR10_WRN_CPU,
+    "cifar100-wrn-cpu": CIFAR100_WRN_CPU,
 }

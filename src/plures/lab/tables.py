@@ -134,28 +134,6 @@ def answers_table(answers: Sequence["Answer"]) -> Table:
     return table("", columns, lines, words=["file", "label", "votes"])
 
 
-def comparison_table(title: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Show methods side by side; sizes are relative to the first.
-
-    show(comparison_table("digits", {"deterministic": metrics, "deep-ensemble": others}))
-    """
-    columns = ["method", "accuracy", "NLL", "ECE", "member accuracy", "agreement", "size"]
-    single = next(iter(found.values()))["bytes"]
-    lines = [
-        [
-            method,
-            percent(one["accuracy"]),
-            figure(one["nll"]),
-            figure(one["ece"], 4),
-            percent(one["mean_member_accuracy"]),
-            figure(one["agreement"]),
-            f"{one['bytes'] / single:.2f} x",
-        ]
-        for method, one in found.items()
-    ]
-    return table(title, columns, lines, words=["method"])
-
-
 def recipes_table(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None] | None) -> Table:
     """List recipes, with the time that orthogonal dropout takes where it was measured.
 

@@ -11,11 +11,11 @@ from torch import nn
 from plures.errors import PluresError
 from plures.lab.models.mlp import mlp
 from plures.lab.models.resnet import resnet8, resnet18, resnet20, resnet50
-from plures.lab.models.wide_resnet import wide_resnet, wide_resnet28_10
+from plures.lab.models.wide_resnet import wide_resnet, wide_resnet10_2, wide_resnet28_10
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     function.__name__: function
-    for function in (resnet8, resnet18, resnet20, resnet50, wide_resnet, wide_resnet28_10, mlp)
+    for function in (resnet8, resnet18, resnet20, resnet50, wide_resnet, wide_resnet10_2, wide_resnet28_10, mlp)
 }
 
 

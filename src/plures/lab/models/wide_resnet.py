@@ -82,6 +82,14 @@ def wide_resnet28_10(classes: int, channels: int = 3, width: int = 16, stem: Ste
     return WideResNet(28, 10, classes, channels, width, stem)
 
 
+def wide_resnet10_2(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> WideResNet:
+    """Make the smallest wide ResNet, for machines without a GPU.
+
+    network = wide_resnet10_2(classes=10, width=8)
+    """
+    return WideResNet(10, 2, classes, channels, width, stem)
+
+
 def _stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
     first = PreActivationBlock(inputs, width, stride)
     return nn.Sequential(first, *(PreActivationBlock(width, width, 1) for _ in range(blocks - 1)))

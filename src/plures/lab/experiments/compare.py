@@ -1,0 +1,114 @@
+"""Make the runs of comparisons, skip what is done, and put what came out into tables."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from plures.errors import PluresError
+from plures.lab.config import differences
+from plures.lab.experiments.costs import with_costs
+from plures.lab.experiments.execute import OnRay, Pool, Processes, default_jobs, is_done, run_all
+from plures.lab.experiments.jobs import Comparison, Job, unique
+from plures.lab.experiments.results import Finished, Row, check_same_data, published, read_costs
+from plures.lab.experiments.watch import Watch
+from plures.lab.run import data_for, ensemble_for, network_for
+from plures.lab.runfolder import RunFolder
+
+Where = Literal["here", "ray"]
+
+
+def compare(
+    comparisons: Sequence[Comparison],
+    runs: Path,
+    *,
+    at_once: int | None = None,
+    data_dir: Path | None = None,
+    on: Where = "here",
+) -> list[list[Row]]:
+    """Make what is missing of some comparisons and return the rows of each.
+
+        rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
+
+    Runs that are finished are not made again, runs that were cut go on. A run that fails stops no other: its row tells
+    the reason.
+    """
+    failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
+    tables = [_rows(one, runs, failures) for one in comparisons]
+    print("measuring sizes and speeds", file=sys.stderr)
+    return [with_costs(rows) for rows in tables]
+
+
+def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, on: Where) -> dict[Path, str]:
+    """Make the runs that are missing, and return the reasons of those that failed, by run folder.
+
+    failures = make_runs(comparison.jobs(Path("runs")), None, None, "here")
+    """
+    if at_once is not None and at_once < 1:
+        raise PluresError(f"--jobs {at_once}: at least one run must go on at a time")
+    failures: dict[Path, str] = {}
+    epochs: dict[Path, int] = {}
+    for job in jobs:
+        try:
+            epochs[job.run] = prepare(job, data_dir)
+        except UnfitError as error:
+            failures[job.run] = str(error)
+            print(f"{job.name}: failed: {error}", file=sys.stderr)
+    missing = [job for job in jobs if job.run in epochs and not is_done(job)]
+    done = len(epochs) - len(missing)
+    print(f"{len(jobs)} runs: {done} done before, {len(missing)} to make", file=sys.stderr)
+    if not missing:
+        return failures
+    with _pool(on, min(at_once or default_jobs(), len(missing)), data_dir) as pool, Watch(missing, epochs) as watch:
+        return failures | run_all(missing, pool, watch)
+
+
+class UnfitError(PluresError):
+    """A run that cannot be made, while others can."""
+
+
+def prepare(job: Job, data_dir: Path | None) -> int:
+    """See to it that a run can be made, and return how many epochs it has.
+
+        prepare(job, Path("data"))
+
+    Data are decoded here, once, before several processes ask for them.
+    """
+    data = data_for(job.recipe, data_dir)
+    try:
+        network = network_for(job.recipe, len(data.classes), data.channels, data.size)
+        ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
+        folder = RunFolder(job.run)
+        if (job.run / "config.json").is_file():
+            before = folder.config()
+            now = {"recipe": job.recipe.as_json(), "method": type(ensemble).__name__, "options": ensemble.options()}
+            now = json.loads(json.dumps(now))  # as it comes back from the file
+            if differing := differences({key: before.get(key) for key in now}, now):
+                raise PluresError(
+                    f"{job.run} holds a run of another configuration: {'; '.join(differing[:3])}; choose another folder"
+                )
+    except PluresError as error:
+        raise UnfitError(str(error)) from error
+    return sum(job.recipe.epochs.of(step.phase) for step in ensemble.plan())
+
+
+def _pool(on: Where, at_once: int, data_dir: Path | None) -> "AbstractContextManager[Pool]":
+    return OnRay(at_once, data_dir) if on == "ray" else Processes(at_once, data_dir)
+
+
+def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> list[Row]:
+    rows = []
+    jobs = comparison.jobs(runs)
+    for variant in comparison.variants:
+        own = [job for job in jobs if job.variant == variant]
+        finished = tuple(Finished.read(job.run) for job in own if job.run not in failures)
+        failed = tuple(f"seed {job.recipe.seed}: {failures[job.run]}" for job in own if job.run in failures)
+        row = Row(variant.name, finished, failures=failed)
+        if finished:
+            row = replace(row, costs=read_costs(row), paper=comparison.paper.get(variant.name) or published(row))
+        rows.append(row)
+    check_same_data([run for row in rows for run in row.runs])
+    return rows

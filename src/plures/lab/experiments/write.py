@@ -1,0 +1,148 @@
+"""Comparisons for people and machines: a table on the terminal, Markdown, CSV and JSON."""
+
+import csv
+import io
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from plures.lab import tables
+from plures.lab.bench.suite import machine
+from plures.lab.display import duration
+from plures.lab.experiments.results import EFFICIENT, Column, Row
+from plures.lab.runfolder import RunFolder
+
+METRICS = (
+    "accuracy",
+    "nll",
+    "ece",
+    "brier",
+    "calibrated_nll",
+    "temperature",
+    "aurc",
+    "mean_member_accuracy",
+    "agreement",
+    "seconds",
+)
+
+
+def write(
+    folder: Path, name: str, rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]
+) -> list[Path]:
+    """Write NAME.json, NAME.md and NAME.csv into a folder, and return their paths.
+
+        write(Path("runs/digits"), "results", rows, columns(rows), {"command": "plures compare digits"})
+
+    `about` says how the results came about: command, seeds, machine.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"about": about, "rows": [_as_json(row) for row in rows]}
+    contents = {
+        "json": json.dumps(document, indent=2, allow_nan=False) + "\n",
+        "md": markdown(rows, columns, about),
+        "csv": as_csv(rows),
+    }
+    paths = []
+    for suffix, text in contents.items():
+        paths.append(folder / f"{name}.{suffix}")
+        RunFolder(folder).write(paths[-1], text.encode())
+    return paths
+
+
+def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]) -> str:
+    """Write a comparison as Markdown; the best of those that take the place of one network is bold.
+
+    print(markdown(rows, columns(rows), {}))
+    """
+    lines = [f"| method | {' | '.join(column.title for column in columns)} |", "|---|" + "---|" * len(columns)]
+    for row in rows:
+        if row.runs:
+            cells = [f"**{column.cell(row)}**" if column.best(rows) is row else column.cell(row) for column in columns]
+        else:
+            cells = ["failed", *([""] * (len(columns) - 1))]
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    notes = [f"{row.name} failed with {failure}" for row in rows for failure in row.failures]
+    notes += [f"{key}: {value}" for key, value in about.items()]
+    return "\n".join([*lines, "", *(f"- {note}" for note in [legend(rows), *notes])]) + "\n"
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """Say how to read a comparison.
+
+    print(legend(rows))
+    """
+    seeds = sorted({run.seed for row in rows for run in row.runs})
+    spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed, no spread"
+    return (
+        f"seeds {', '.join(map(str, seeds))}: {spread}; bold: best of those within {EFFICIENT:g} times the file of one "
+        "network; size, prediction time and training are relative to one network, measured; agreement: inter-rater "
+        "kappa, lower is more diverse"
+    )
+
+
+def about(rows: Sequence[Row]) -> dict[str, str]:
+    """Say how results came about: the command, the time that training took, the machine.
+
+    about(rows)["command"]
+    """
+    seconds = sum(sum(row.values("seconds")) for row in rows)
+    return {
+        "command": shlex.join(["plures", *sys.argv[1:]]),
+        "training time of all runs, one core each": duration(seconds),
+        "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
+    }
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Write one line per run, with every digit.
+
+    as_csv(rows).splitlines()[0]  # 'method,seed,accuracy,...'
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["method", "seed", *METRICS, "size", "prediction", "training_epochs", "failure"])
+    for row in rows:
+        costs = list(asdict(row.costs).values()) if row.costs else ["", "", ""]
+        for run in row.runs:
+            writer.writerow([row.name, run.seed, *(run.metrics.get(key) for key in METRICS), *costs, ""])
+        for failure in row.failures:
+            writer.writerow([row.name, "", *([""] * (len(METRICS) + 3)), failure])
+    return text.getvalue()
+
+
+def table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    """Show a comparison on a terminal.
+
+    tables.show(table("digits", rows, columns(rows)))
+    """
+    made = tables.table(title, ["method", *(column.title for column in columns)], [], words=["method"])
+    for row in rows:
+        if row.runs:
+            styles = ["bold" if column.best(rows) is row else "" for column in columns]
+            cells = [Text(column.cell(row), style) for column, style in zip(columns, styles, strict=True)]
+        else:
+            cells = [Text("failed", "red"), *(Text("") for _ in columns[1:])]
+        made.add_row(Text(row.name), *cells)
+    return made
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "method": row.runs[0].method if row.runs else None,
+        "seeds": [run.seed for run in row.runs],
+        "metrics": {
+            key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)} for key in METRICS
+        },
+        "member_accuracies": [run.metrics["member_accuracies"] for run in row.runs],
+        "costs": asdict(row.costs) if row.costs else None,
+        "paper": asdict(row.paper) if row.paper else None,
+        "failures": list(row.failures),
+    }

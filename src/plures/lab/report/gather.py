@@ -1,0 +1,196 @@
+"""What the page shows of one ensemble, taken from its answers to the test images."""
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from plures import metrics
+from plures.lab.data import Split
+from plures.lab.evaluate import predictions
+from plures.lab.run import open_run
+from plures.lab.runfolder import RunFolder
+
+PICTURES = 6  # test images shown of each kind
+LARGEST = 96  # pixels per side of a picture in the page: a photograph need not make it heavy
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one member says of one image, and how sure it is.
+
+    vote.label, vote.confidence
+    """
+
+    label: str
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A test image with the ensemble's answer and its members' votes.
+
+    picture.label, picture.truth, [vote.label for vote in picture.votes]
+    """
+
+    source: str  # a data: address
+    number: int  # in the order of the test images
+    truth: str
+    label: str
+    confidence: float
+    epistemic: float  # nats
+    votes: tuple[Vote, ...]
+
+    @property
+    def counts(self) -> list[tuple[str, int]]:
+        """How many members give each label, the most frequent first."""
+        return Counter(vote.label for vote in self.votes).most_common()
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Confidence and accuracy in bins, and the error that they amount to.
+
+    calibration.table.accuracy, calibration.ece
+    """
+
+    table: metrics.CalibrationTable
+    ece: float
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """How confident an ensemble is over some of its answers: the right ones, or the wrong ones.
+
+    answers.count, answers.shares, answers.confidence
+    """
+
+    count: int
+    shares: tuple[float, ...]  # the fraction of these answers in each bin of confidence
+    confidence: float | None  # their mean; None where there are none
+
+
+@dataclass(frozen=True, eq=False)
+class Detail:
+    """Everything that the page shows of one run beyond its metrics.
+
+    detail = gather("orthogonal-dropout", Path("runs/digits"), found, data_dir=None)
+    detail.added[-1], detail.uncertain[0].votes
+    """
+
+    name: str
+    seed: int
+    metrics: Mapping[str, Any]  # as in metrics.json
+    alone: Calibration  # the members' answers, each for itself
+    together: Calibration  # the ensemble's answers
+    alone_nll: float  # of one member, on average
+    added: tuple[tuple[float, float], ...]  # accuracy and NLL of the first one, two, three... members
+    same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same answer
+    right: Answers
+    wrong: Answers
+    uncertain: tuple[Picture, ...]
+    mistakes: tuple[Picture, ...]
+    records: tuple[Mapping[str, Any], ...]  # of the log: one per epoch
+
+    @property
+    def members(self) -> int:
+        """How many networks answer."""
+        return len(self.same_label)
+
+
+def gather(name: str, folder: Path, found: Mapping[str, Any], data_dir: Path | None) -> Detail:
+    """Let a finished run answer the test images again, and keep what the page needs.
+
+    gather("deep ensemble", Path("runs/digits"), read_metrics(Path("runs/digits/metrics.json")), data_dir=None)
+    """
+    run = open_run(folder)
+    test = run.data(data_dir).test
+    members, targets = predictions(run.ensemble, test)
+    mean = members.mean(0)
+    confidence, label = mean.max(-1)
+    right = label == targets
+    epistemic = metrics.uncertainty(members).epistemic
+    pictures = _Pictures(test, members, mean, epistemic, targets)
+    unsure = epistemic.argsort(descending=True, stable=True) if len(members) > 1 else torch.tensor([], dtype=torch.long)
+    sure = confidence.argsort(descending=True, stable=True)
+    pooled = members.flatten(0, 1), targets.repeat(len(members))
+    return Detail(
+        name=name,
+        seed=run.recipe.seed,
+        metrics=found,
+        alone=Calibration(metrics.calibration_table(*pooled), _mean(metrics.ece(one, targets) for one in members)),
+        together=Calibration(metrics.calibration_table(mean, targets), metrics.ece(mean, targets)),
+        alone_nll=_mean(metrics.nll(one, targets) for one in members),
+        added=tuple(
+            (metrics.accuracy(first, targets), metrics.nll(first, targets))
+            for first in (members[: count + 1].mean(0) for count in range(len(members)))
+        ),
+        same_label=1 - metrics.disagreement(members).numpy(),
+        right=_answers(mean[right], targets[right]),
+        wrong=_answers(mean[~right], targets[~right]),
+        uncertain=tuple(map(pictures.of, unsure[:PICTURES].tolist())),
+        mistakes=tuple(map(pictures.of, sure[~right[sure]][:PICTURES].tolist())),
+        records=tuple(RunFolder(folder).records()),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Pictures:
+    test: Split
+    members: Tensor
+    mean: Tensor
+    epistemic: Tensor
+    targets: Tensor
+
+    def of(self, number: int) -> Picture:
+        names = self.test.info.classes
+        confidences, votes = self.members[:, number].max(-1)
+        confidence, label = self.mean[number].max(-1)
+        return Picture(
+            source=_data_address(_seen(self.test, number)),
+            number=number,
+            truth=names[int(self.targets[number])],
+            label=names[int(label)],
+            confidence=float(confidence),
+            epistemic=float(self.epistemic[number]),
+            votes=tuple(
+                Vote(names[vote], sure) for vote, sure in zip(votes.tolist(), confidences.tolist(), strict=True)
+            ),
+        )
+
+
+def _seen(test: Split, number: int) -> npt.NDArray[np.uint8]:
+    """Return the pixels that the network sees: the middle of the cached image."""
+    margin = (test.info.cache_size - test.info.size) // 2
+    middle = slice(margin, margin + test.info.size)
+    return np.asarray(test.pixels[test.rows[number]][middle, middle])
+
+
+def _data_address(pixels: npt.NDArray[np.uint8]) -> str:
+    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels)
+    image.thumbnail((LARGEST, LARGEST))
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _answers(probabilities: Tensor, targets: Tensor) -> Answers:
+    if not len(targets):
+        return Answers(0, (), None)
+    table = metrics.calibration_table(probabilities, targets)
+    shares = table.count.double() / len(targets)
+    return Answers(len(targets), tuple(shares.tolist()), float((shares * table.confidence).sum()))
+
+
+def _mean(values: Any) -> float:
+    listed = list(values)
+    return float(sum(listed) / len(listed))

@@ -1,0 +1,77 @@
+"""From rows and details to HTML."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from plures.lab.experiments.rerun import train_command
+from plures.lab.experiments.results import Row, columns
+from plures.lab.report.charts import FEW
+from plures.lab.report.gather import Detail
+from plures.lab.report.sections import sections, training
+from plures.lab.report.summary import best, headlines, summary, title_of
+from plures.lab.tables import figure
+
+AT_ONCE = 9  # charts that a section shows before it asks whether to show more
+OPEN = 3  # rows whose pictures and commands are unfolded from the start
+LONG = 12  # letters of a class name that need a wider column
+SMALL = 48  # pixels per side below which an image is enlarged without blur
+
+
+def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
+    """Write the page of some rows, whose first runs were looked at in detail.
+
+    html = render(rows, details, command="plures report runs/digits")
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = figure
+    environment.filters["breakable"] = _breakable
+    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
+    data = rows[0].runs[0].config["data"]
+    return environment.get_template("page.html.jinja").render(
+        title=title_of(rows),
+        summary=summary(rows, details),
+        headlines=headlines(rows, details),
+        rows=rows,
+        several_seeds=any(len(row.runs) > 1 for row in rows),
+        columns=columns(rows),
+        best=best(rows),
+        costs_known=any(row.costs for row in rows),
+        details=details,
+        sections=sections(details),
+        training=training(details),
+        few=FEW,
+        at_once=AT_ONCE,
+        unfolded=len(rows) <= OPEN,
+        small=data["size"] < SMALL,
+        long_names=max(map(len, data["classes"])) > LONG,
+        commands=[(row.name, [train_command(run.config, run.path) for run in row.runs]) for row in rows],
+        environments=environments(rows),
+        fingerprints={run.seed: run.config["data"]["fingerprint"] for row in rows for run in row.runs},
+        data=data,
+        command=command,
+    )
+
+
+def _breakable(name: str) -> Markup:
+    """Let a class name go on in the next line where a word of it ends."""
+    return Markup("_<wbr>").join(escape(part) for part in name.split("_"))
+
+
+def environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:
+    """List the different environments that the runs come from, each with the number of its runs.
+
+    environments(rows)[0][0]["torch"]
+    """
+    own = [run.config["environment"] for row in rows for run in row.runs]
+    different = [one for place, one in enumerate(own) if one not in own[:place]]
+    return [(one, own.count(one)) for one in different]

@@ -1,0 +1,202 @@
+"""The sections of charts: how to read each, and what it shows of each row."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from plures.lab.report import charts
+from plures.lab.report.gather import Detail
+from plures.lab.tables import figure, percent
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart of one row and what it shows.
+
+    Figure("deep-ensemble", svg, "Accuracy rises from 94.0 % to 95.6 %.")
+    """
+
+    title: str
+    chart: Markup | None  # None: there is nothing to draw, and `says` tells why
+    says: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Small charts side by side, one per row, under a heading that tells how to read them.
+
+    Section("agreement", "Which members agree", "A square is ...", figures)
+    """
+
+    id: str
+    title: str
+    reading: str
+    figures: Sequence[Figure]
+
+
+def sections(details: Sequence[Detail]) -> list[Section]:
+    """Draw what the answers to the test images show; equal axes within a section, so that rows can be compared.
+
+    [section.title for section in sections(details)]
+    """
+    ensembles = [one for one in details if one.members > 1]
+    return [
+        _reliability(details),
+        _member_bars(details),
+        _added_members(details, ensembles),
+        _agreement(details, ensembles),
+        _histograms(details),
+    ]
+
+
+def training(details: Sequence[Detail]) -> Section:
+    """Draw the training curves.
+
+    training(details).figures[0].chart
+    """
+
+    def says(one: Detail) -> str:
+        if not one.records:
+            return "The run has no log."
+        key, word = charts.accuracy_key(one)
+        last = {record["member"]: record[key] for record in one.records}
+        if len(last) == 1:
+            return f"After {len(one.records):,} epochs, {word} is {percent(*last.values())}."
+        return f"After {len(one.records):,} epochs in all, members end at a {word} of {_between(list(last.values()))}."
+
+    return Section(
+        "training",
+        "How training went",
+        "A column is a phase of training, a line a member, from faint (the first) to strong (the last); the loss is on "
+        "a logarithmic axis.",
+        _figures(details, says, lambda one, words: charts.training_curves(one, words) if one.records else None),
+    )
+
+
+def _reliability(details: Sequence[Detail]) -> Section:
+    def says(one: Detail) -> str:
+        table = one.together.table
+        gap = float((table.count * table.confidence).sum() / table.count.sum()) - one.metrics["accuracy"]
+        bias = f"{'overconfident' if gap > 0 else 'too modest'} by {abs(100 * gap):.1f} points on average"
+        if one.members == 1:
+            return f"The only network has an ECE of {one.together.ece:.3f} and is {bias}."
+        return (
+            f"A member alone has an ECE of {one.alone.ece:.3f}, the ensemble one of {one.together.ece:.3f}; the "
+            f"ensemble is {bias}."
+        )
+
+    return Section(
+        "reliability",
+        "Reliability, before and after ensembling",
+        "Each dot is a group of answers of similar confidence, the larger the more answers, and its height is the "
+        "percentage of right ones; on the dashed line confidence is earned, below it the network is overconfident, "
+        "above it too modest.",
+        _figures(details, says, charts.reliability),
+    )
+
+
+def _member_bars(details: Sequence[Detail]) -> Section:
+    values = [value for one in details for value in [*one.metrics["member_accuracies"], one.metrics["accuracy"]]]
+    limits = charts.limits_of([max(0, min(values) - 0.1 * (1 - min(values))), max(values)])
+
+    def says(one: Detail) -> str:
+        accuracies = one.metrics["member_accuracies"]
+        if len(accuracies) == 1:
+            return f"The only network is right on {percent(accuracies[0])} of the images."
+        return (
+            f"Members are right on {_between(accuracies)}, {percent(one.metrics['mean_member_accuracy'])} on "
+            f"average; together on {percent(one.metrics['accuracy'])}."
+        )
+
+    return Section(
+        "members",
+        "How good each member is alone",
+        f"A bar is the accuracy of one member, the line that of all together; the axis begins at {percent(limits[0])}.",
+        _figures(details, says, lambda one, words: charts.member_bars(one, limits, words)),
+    )
+
+
+def _added_members(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Section:
+    def says(one: Detail) -> str:
+        (accuracy, nll), (last_accuracy, last_nll) = one.added[0], one.added[-1]
+        if one.members == 1:
+            return "There is one network only: nothing to add."
+        return (
+            f"From the first member to all {one.members}, accuracy goes from {percent(accuracy)} to "
+            f"{percent(last_accuracy)} and NLL from {figure(nll)} to {figure(last_nll)}."
+        )
+
+    def draw(one: Detail, words: str) -> Markup | None:
+        if one.members == 1:
+            return None
+        accuracies, nlls = zip(*(pair for other in ensembles for pair in other.added), strict=True)
+        return charts.added_members(one, ensembles, charts.limits_of(accuracies), charts.limits_of(nlls), words)
+
+    behind = " The other ensembles of this page are drawn faintly behind." if len(ensembles) > 1 else ""
+    return Section(
+        "added",
+        "As members are added one by one",
+        "The line shows the ensemble of the first one, two, three ... members; accuracy should rise and NLL fall."
+        + behind,
+        _figures(details, says, draw),
+    )
+
+
+def _agreement(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Section:
+    low = min((float(one.same_label.min()) for one in ensembles), default=0.0)
+
+    def says(one: Detail) -> str:
+        if one.members == 1:
+            return "There is one network only: nobody to agree with."
+        pairs = [float(one.same_label[i, j]) for i in range(one.members) for j in range(i)]
+        average = f", {percent(sum(pairs) / len(pairs))} on average" if len(pairs) > 1 else ""
+        return (
+            f"Two members agree on {_between(pairs)} of the images{average}; inter-rater agreement, which asks whether "
+            f"they fail together, is {figure(one.metrics['agreement'])}."
+        )
+
+    return Section(
+        "agreement",
+        "Which members agree",
+        "A square is the share of test images, in percent, on which two members give the same label, from faint (the "
+        f"lowest on this page, {percent(low)}) to strong (always); fainter is more diverse.",
+        _figures(
+            details, says, lambda one, words: charts.agreement_matrix(one, low, words) if one.members > 1 else None
+        ),
+    )
+
+
+def _histograms(details: Sequence[Detail]) -> Section:
+    highest = (
+        max((share for one in details for share in one.right.shares), default=1.0),
+        max((share for one in details for share in one.wrong.shares), default=1.0),
+    )
+
+    def says(one: Detail) -> str:
+        if one.right.confidence is None or one.wrong.confidence is None:
+            return f"All answers are {'right' if one.right.count else 'wrong'}."
+        return (
+            f"Right answers have a confidence of {percent(one.right.confidence)} on average, wrong ones "
+            f"{percent(one.wrong.confidence)}."
+        )
+
+    return Section(
+        "confidence",
+        "Confidence of right and wrong answers",
+        "Upwards, how the right answers are spread over confidence; downwards, the wrong ones, each as a share of its "
+        "kind and on its own scale. The better an ensemble knows what it does not know, the further left the wrong "
+        "ones lie.",
+        _figures(details, says, lambda one, words: charts.confidence_histogram(one, highest, words)),
+    )
+
+
+def _figures(
+    details: Sequence[Detail], says: Callable[[Detail], str], draw: Callable[[Detail, str], Markup | None]
+) -> list[Figure]:
+    return [Figure(one.name, draw(one, says(one)), says(one)) for one in details]
+
+
+def _between(values: Sequence[float]) -> str:
+    low, high = percent(min(values)), percent(max(values))
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"

@@ -1,0 +1,108 @@
+"""The top of the page: what the rows say, in plain words and a few large numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plures.lab.experiments.results import Column, Row, columns
+from plures.lab.report.gather import Detail
+from plures.lab.tables import figure, percent
+
+# Columns whose numbers stand large at the top, with their short names.
+MEANINGS = {
+    "accuracy %": ("accuracy", "of the test images answered right"),
+    "NLL": ("NLL", "surprise at the truth, in nats"),
+    "ECE": ("ECE", "gap between confidence and accuracy"),
+}
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A number for the top of the page, what it means, and whose it is where there are several rows.
+
+    Headline("best accuracy", "95.6 %", "of the test images answered right", "deep-ensemble")
+    """
+
+    title: str
+    value: str
+    meaning: str
+    whose: str = ""
+
+
+def title_of(rows: Sequence[Row]) -> str:
+    """Name the page.
+
+    title_of(rows)  # '8 models compared on digits'
+    """
+    name = rows[0].runs[0].config["data"]["name"]
+    return f"{len(rows)} models compared on {name}" if len(rows) > 1 else f"{rows[0].name} on {name}"
+
+
+def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
+    """Say in plain words what the page is about and what came out.
+
+    summary(rows, details)[0]
+    """
+    first = rows[0].runs[0]
+    data = first.config["data"]
+    networks = " and ".join(dict.fromkeys(run.config["recipe"]["model"] for row in rows for run in row.runs))
+    who = f"{len(rows)} ways to use" if len(rows) > 1 else f"{rows[0].name} with"
+    about = (
+        f"{who} the network {networks}, trained on {data['name']} and asked about {first.metrics['images']:,} test "
+        f"images of {len(data['classes'])} classes; {_seeds(rows)}."
+    )
+    return [about, *_gain([one for one in details if one.members > 1])]
+
+
+def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
+    """Choose the numbers for the top of the page: the best of several rows, or those of the only one.
+
+    headlines(rows, details)[0].value
+    """
+    found = []
+    for column in (column for column in columns(rows) if column.title in MEANINGS):
+        short, meaning = MEANINGS[column.title]
+        row = _best_of_all(column, rows) or rows[0]
+        value = column.cell(row).partition(" ±")[0] + (" %" if column.title.endswith("%") else "")
+        word = "best" if column.better == "high" else "lowest"
+        several = len(rows) > 1
+        found.append(Headline(f"{word} {short}" if several else short, value, meaning, row.name if several else ""))
+    if len(rows) == 1 and details[0].members > 1:
+        gain = details[0].metrics["accuracy"] - details[0].metrics["mean_member_accuracy"]
+        found.append(Headline("gain from ensembling", f"{100 * gain:+.1f}", "points of accuracy over one member"))
+    return found
+
+
+def best(rows: Sequence[Row]) -> Mapping[str, Row | None]:
+    """Find the row to stress in each column: the best efficient one, or the best of all where no costs are known.
+
+    best(rows)["NLL"].name
+    """
+    costs_known = any(row.costs for row in rows)
+    return {one.title: one.best(rows) if costs_known else _best_of_all(one, rows) for one in columns(rows)}
+
+
+def _best_of_all(column: Column, rows: Sequence[Row]) -> Row | None:
+    known = [(value, row) for row in rows if (value := column.value(row)) is not None]
+    if column.better is None or len(known) < 2:
+        return None
+    return (max if column.better == "high" else min)(known, key=lambda pair: pair[0])[1]
+
+
+def _gain(ensembles: Sequence[Detail]) -> list[str]:
+    """Tell what it brings to ask several members, where there are any."""
+    if not ensembles:
+        return []
+    one = max(ensembles, key=lambda one: one.metrics["accuracy"] - one.metrics["mean_member_accuracy"])
+    pays = one.metrics["accuracy"] > one.metrics["mean_member_accuracy"]
+    most = ", the largest gain on this page" if len(ensembles) > 1 else ""
+    return [
+        f"Asking several members {'pays' if pays else 'does not pay here'}: those of {one.name} are right on "
+        f"{percent(one.metrics['mean_member_accuracy'])} each and on {percent(one.metrics['accuracy'])} together, and "
+        f"the NLL goes from {figure(one.alone_nll)} to {figure(one.metrics['nll'])} (seed {one.seed}{most})."
+    ]
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    counts = sorted({len(row.runs) for row in rows})
+    numbers = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+    return f"{numbers} seed{'' if counts == [1] else 's'}{' each' if len(rows) > 1 else ''}"

@@ -1,0 +1,336 @@
+"""Comparisons: what is run, what is skipped, what stands in the tables."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import wait
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plures.errors import PluresError
+from plures.lab.cli import main
+from plures.lab.experiments.compare import compare, make_runs
+from plures.lab.experiments.costs import relative
+from plures.lab.experiments.draw import draw
+from plures.lab.experiments.execute import Processes
+from plures.lab.experiments.jobs import Comparison, Job, Variant, variants
+from plures.lab.experiments.paper import TABLE1, TABLE3
+from plures.lab.experiments.reproduce import SCALES, TARGETS
+from plures.lab.experiments.results import columns, rows_of
+from plures.lab.experiments.worker import describe, make
+from plures.lab.experiments.write import as_csv, markdown
+from plures.lab.recipes import Epochs, get_recipe
+
+SHORT = replace(
+    get_recipe("digits"),
+    width=16,
+    members=2,
+    limit=120,
+    validation=40,
+    epochs=Epochs(pretrain=1, prune=1, finetune=1, train=2),
+)
+SHORT_WORDS = [
+    *("--width", "16", "--members", "2", "--limit", "120", "--validation", "40"),
+    *("--epochs.pretrain", "1", "--epochs.prune", "1", "--epochs.finetune", "1", "--epochs.train", "2"),
+]
+METHODS = ("deterministic", "orthogonal-dropout", "deep-ensemble")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    """Three methods with two seeds each, made without further processes."""
+    runs = tmp_path_factory.mktemp("runs")
+    comparison = Comparison("digits", SHORT, variants(METHODS), seeds=(0, 1))
+    for job in comparison.jobs(runs):
+        make(describe(job, None))
+    return comparison, runs
+
+
+def plures(*words: str, cwd: Path, **more: object) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "plures", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, **more)  # type: ignore[call-overload, no-any-return]
+
+
+def seen(runs: Path) -> dict[str, tuple[int, bytes]]:
+    """What would change if a run were made again."""
+    paths = [path for path in sorted(runs.rglob("*")) if path.name in ("ensemble.safetensors", "log.jsonl")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def test_compare_writes_what_the_runs_measured(tmp_path: Path) -> None:
+    words = ["compare", "digits", "--methods", "deterministic", "deep-ensemble", "--seeds", "2", *SHORT_WORDS]
+    first = plures(*words, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "4 to make" in first.stderr
+    assert "deep-ensemble" in first.stdout
+    results = json.loads((tmp_path / "runs/digits/results.json").read_text())
+    assert [row["name"] for row in results["rows"]] == ["deterministic", "deep-ensemble"]
+    for row in results["rows"]:
+        metrics = [
+            json.loads((tmp_path / f"runs/digits/{row['name']}/seed-{seed}/metrics.json").read_text())
+            for seed in (0, 1)
+        ]
+        nll = [one["nll"] for one in metrics]
+        assert row["metrics"]["nll"]["values"] == nll
+        assert row["metrics"]["nll"]["mean"] == pytest.approx(sum(nll) / 2)
+        assert row["metrics"]["nll"]["deviation"] == pytest.approx(abs(nll[0] - nll[1]) / 2**0.5)
+        assert row["costs"]["size"] == pytest.approx({"deterministic": 1, "deep-ensemble": 2}[row["name"]], rel=0.02)
+    with (tmp_path / "runs/digits/results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["method"], line["seed"]) for line in lines] == [
+        (method, seed) for method in ("deterministic", "deep-ensemble") for seed in "01"
+    ]
+    assert "plures compare digits" in (tmp_path / "runs/digits/results.md").read_text()
+
+    before = seen(tmp_path)
+    again = plures(*words, "--json", cwd=tmp_path)
+    assert "4 done before, 0 to make" in again.stderr
+    assert json.loads(again.stdout)["rows"] == results["rows"]
+    assert seen(tmp_path) == before
+
+
+def test_an_interrupted_comparison_repeats_no_finished_run(tmp_path: Path) -> None:
+    words = ["compare", "digits", "--methods", *METHODS, "--jobs", "1", *SHORT_WORDS]
+    command = [sys.executable, "-m", "plures", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "[1/3]" not in (line := process.stderr.readline()):
+        assert line, "ended before the first run was made"
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    done = {str(path): path.stat().st_mtime_ns for path in tmp_path.rglob("ensemble.safetensors")}
+    assert len(done) < 3
+    again = plures(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"{len(done)} done before" in again.stderr
+    now = {str(path): path.stat().st_mtime_ns for path in tmp_path.rglob("ensemble.safetensors")}
+    assert len(now) == 3
+    assert {path: now[path] for path in done} == done
+
+
+def test_a_failed_run_stops_no_other_and_tells_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "digits", "--methods", "deterministic", "masksembles:scale=0.5", "--runs", str(tmp_path)]
+    assert main([*words, *SHORT_WORDS, "--json"]) == 2
+    out, err = capsys.readouterr()
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    assert rows["deterministic"]["metrics"]["accuracy"]["mean"] > 0
+    (failure,) = rows["masksembles scale=0.5"]["failures"]
+    assert "scale" in failure
+    assert failure in err
+    assert "failed" in (tmp_path / "digits/results.md").read_text()
+
+
+def test_a_killed_process_fails_its_own_run_only(tmp_path: Path) -> None:
+    long = replace(SHORT, epochs=Epochs(train=10**6))
+    with Processes(2, None) as pool:
+        endless = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0"))
+        short = pool.submit(Job(SHORT, Variant("deterministic"), tmp_path / "digits/short/seed-0"))
+        assert short.result() is None
+        while not (tmp_path / "digits/endless/seed-0/log.jsonl").exists():
+            done, _ = wait([endless], timeout=0.05)
+            assert not done, endless.result()
+        for process in list(pool._running):
+            process.kill()
+        assert endless.result() == "its process was ended by SIGKILL"
+
+
+def test_leaving_the_pool_ends_its_processes(tmp_path: Path) -> None:
+    long = replace(SHORT, epochs=Epochs(train=10**6))
+    with Processes(1, None) as pool:
+        running = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0"))
+        while not pool._running:
+            wait([running], timeout=0.01)
+        (process,) = pool._running
+    assert process.poll() is not None
+    assert running.done()
+
+
+def test_ray_gives_the_same_results(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    words = ["compare", "digits", "--methods", "deterministic", "orthogonal-dropout", *SHORT_WORDS, "--jobs", "2"]
+    here = plures(*words, "--runs", "here", cwd=tmp_path)
+    ray = plures(*words, "--runs", "ray", "--on", "ray", cwd=tmp_path)
+    assert here.returncode == 0, here.stderr
+    assert ray.returncode == 0, ray.stderr
+    assert "2 to make" in ray.stderr
+    for method in ("deterministic", "orthogonal-dropout"):
+        ours, theirs = (tmp_path / where / "digits" / method / "seed-0" for where in ("here", "ray"))
+        assert (ours / "ensemble.safetensors").read_bytes() == (theirs / "ensemble.safetensors").read_bytes()
+        a, b = (json.loads((one / "metrics.json").read_text()) for one in (ours, theirs))
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def test_ray_names_what_failed(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    words = ["compare", "digits", "--methods", "deterministic", *SHORT_WORDS, "--learning-rate", "1e30", "--on", "ray"]
+    result = plures(*words, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "the loss is no number" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["compare", "digits", "--methods", "deep-ensembel"], "deep-ensemble"),
+        (["compare", "digitz"], "digits"),
+        (["compare", "digits", "--seeds", "0"], "at least one"),
+        (["compare", "digits", "--methods", "mimo", "mimo"], "more than once"),
+        (["compare", "digits", "--jobs", "0"], "at least one"),
+        (["reproduce", "table4"], "table3"),
+        (["reproduce", "table1", "--recipes", "cifar10"], "digits"),
+        (["reproduce", "table1", "--seeds", "0"], "at least one"),
+        (["report"], "no runs"),
+        (["report", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("plures: ")
+    assert expected in message
+
+
+def test_another_configuration_in_the_folder_is_told(finished: tuple[Comparison, Path]) -> None:
+    comparison, runs = finished
+    other = replace(comparison, recipe=replace(SHORT, width=24), variants=variants(["deterministic"]), seeds=(0,))
+    failures = make_runs(other.jobs(runs), None, None, "here")
+    (reason,) = failures.values()
+    assert "recipe.width was 16 and is 24" in reason
+
+
+def test_rows_put_seeds_together_and_name_what_differs(finished: tuple[Comparison, Path], tmp_path: Path) -> None:
+    _, runs = finished
+    rows = rows_of([runs])
+    assert {row.name: [run.seed for run in row.runs] for row in rows} == {name: [0, 1] for name in METHODS}
+    longer = Job(
+        Variant("deep-ensemble", longer=2).recipe(SHORT), Variant("deep-ensemble"), tmp_path / "digits/x/seed-0"
+    )
+    split = Variant("orthogonal-dropout", ("classifier=split",))
+    make(describe(longer, None))
+    make(describe(Job(SHORT, split, tmp_path / "digits/y/seed-0"), None))
+    names = {row.name for row in rows_of([runs, tmp_path])}
+    assert "orthogonal-dropout classifier=split" in names
+    assert any(name.startswith("deep-ensemble ") and "epochs.train=4" in name for name in names)
+    assert any(name.startswith("deep-ensemble ") and "epochs.train=2" in name for name in names)
+
+
+def test_unfinished_and_unlike_runs_are_refused(finished: tuple[Comparison, Path], tmp_path: Path) -> None:
+    _, runs = finished
+    with pytest.raises(PluresError, match="holds no run"):
+        rows_of([tmp_path])
+    other = Job(replace(SHORT, limit=110), Variant("deterministic"), tmp_path / "digits/other/seed-0")
+    make(describe(other, None))
+    with pytest.raises(PluresError, match="different data"):
+        rows_of([runs, tmp_path])
+    (other.run / "ensemble.safetensors").rename(other.run / "partial.safetensors")
+    with pytest.raises(
+        PluresError, match=r"not finished: it stopped in member 0 train after epoch 2 of 2.*--method determ"
+    ):
+        rows_of([tmp_path])
+
+
+def test_the_best_efficient_row_is_bold_and_a_deep_ensemble_is_not_efficient(finished: tuple[Comparison, Path]) -> None:
+    comparison, runs = finished
+    (rows,) = compare([comparison], runs)
+    by_name = {row.name: row for row in rows}
+    assert by_name["deterministic"].efficient
+    assert not by_name["deep-ensemble"].efficient
+    for column in columns(rows):
+        best = column.best(rows)
+        if column.better is None:
+            assert best is None
+        else:
+            assert best is not None
+            sign = 1 if column.better == "low" else -1
+            assert all(sign * column.value(best) <= sign * column.value(row) for row in rows if row.efficient)  # type: ignore[operator]
+    assert markdown(rows, columns(rows), {}).count("**") == 2 * 5
+    assert len(as_csv(rows).splitlines()) == 1 + 6
+
+
+def test_training_cost_counts_every_stage(finished: tuple[Comparison, Path]) -> None:
+    comparison, runs = finished
+    (rows,) = compare([comparison], runs)
+    costs = {row.name: row.costs for row in rows}
+    assert all(cost is not None and cost.epochs > 0 and cost.prediction > 0 for cost in costs.values())
+
+
+def test_relative_is_of_the_two_given() -> None:
+    def work(times: int) -> None:
+        for _ in range(times * 20_000):
+            pass
+
+    assert relative(lambda: work(8), lambda: work(1)) > relative(lambda: work(1), lambda: work(8))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_has_distinct_runs_of_known_recipes(target: str, scale: str) -> None:
+    comparisons = TARGETS[target].comparisons(scale)  # type: ignore[arg-type]
+    jobs = [job for comparison in comparisons for job in comparison.jobs(Path("runs"))]
+    assert len({job.run for job in jobs}) == len(jobs)
+    for job in jobs:
+        back = Job.from_json(json.loads(json.dumps(job.as_json())))
+        assert (back.recipe.as_json(), back.variant, back.run) == (job.recipe.as_json(), job.variant, job.run)
+
+
+def test_targets_share_their_runs() -> None:
+    def runs(target: str) -> set[Path]:
+        return {job.run for one in TARGETS[target].comparisons("cpu") for job in one.jobs(Path("runs"))}
+
+    assert runs("figure1") < runs("table1")
+    assert Path("runs/cifar10-cpu/orthogonal-dropout/seed-0") in runs("table1") & runs("table3") & runs("figure2")
+    assert Path("runs/cifar10-cpu/mimo/seed-0") in runs("figure3") & runs("table1")
+
+
+def test_the_ablation_gives_the_deep_ensemble_as_many_epochs() -> None:
+    (comparison,) = TARGETS["table3"].comparisons("paper", only=["cifar10"])
+    jobs = {job.variant.name: job for job in comparison.jobs(Path("runs")) if job.recipe.seed == 0}
+    ours = jobs["orthogonal-dropout + MO + FC"].recipe.epochs
+    assert jobs["deep-ensemble, 2.1 x epochs"].recipe.epochs.train == ours.pretrain + ours.prune + ours.finetune
+    assert comparison.paper == TABLE3["cifar10"]
+    assert set(comparison.paper) <= set(jobs)
+
+
+def test_the_papers_figures_stand_beside_ours(finished: tuple[Comparison, Path]) -> None:
+    _, runs = finished
+    assert all(row.paper is None for row in rows_of([runs]))  # the paper has no digits
+    for comparison in TARGETS["table1"].comparisons("cpu"):
+        data = comparison.recipe.data
+        assert any(data == name or data.startswith(f"{name}-") for name in TABLE1)
+
+
+def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["reproduce", "figure3", "--scale", "digits", "--runs", str(tmp_path / "runs"), "--dry-run"]
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert {line["runs"] for line in plan} == {3}
+    assert sum(line["epochs"] for line in plan) > 0
+    assert all(line["seconds"] > 0 and line["bytes"] > 0 for line in plan)
+    assert main(words) == 0
+    assert "together" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path) -> None:
+    fixed = Variant("deep-ensemble", members=3, label="deep-ensemble")
+    counts = tuple(
+        Variant("orthogonal-dropout", members=count, label=f"orthogonal-dropout {count}") for count in (2, 3)
+    )
+    comparison = Comparison("digits", SHORT, (*counts, fixed))
+    for job in comparison.jobs(tmp_path):
+        make(describe(job, None))
+    (rows,) = compare([comparison], tmp_path)
+    for target in ("figure1", "figure2"):
+        paths = draw(target, [(comparison, rows)], tmp_path / target, None)
+        assert sorted(path.suffix for path in paths) == [".pdf", ".png", ".svg"]
+        assert all(path.stat().st_size > 1000 for path in paths)

@@ -1,0 +1,233 @@
+"""The paper's published figures, and the pictures that show ours beside them."""
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import pytest
+from PIL import Image
+
+from plures import PluresError
+from plures.lab.experiments import canvas
+from plures.lab.experiments.figures import (
+    BarPanel,
+    Bars,
+    LinePanel,
+    Point,
+    Series,
+    against_members,
+    member_bars,
+    published,
+)
+from plures.lab.experiments.paper import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, TABLE1, TABLE2, TABLE3, Published
+from plures.lab.options import METHOD_NAMES
+
+NAN = float("nan")
+SVG = "{http://www.w3.org/2000/svg}"
+HOLLOW = r"<use [^>]*style=\"fill: #ffffff; stroke: #[0-9a-f]{6}"
+EFFICIENT = ["deterministic", "mc-dropout", "batch-ensemble", "mimo", "masksembles"]
+
+
+def rows() -> list[Published]:
+    tables = (TABLE1, TABLE2, TABLE3)
+    return [row for table in tables for column in table.values() for row in column.values()]
+
+
+def test_tables_have_the_papers_shape() -> None:
+    assert list(TABLE1) == ["cifar10", "cifar100", "cub200", "tiny-imagenet"]
+    assert list(TABLE2) == list(TABLE3) == ["cifar10", "cifar100"]
+    for table, length in ((TABLE1, 7), (TABLE2, 7), (TABLE3, 6)):
+        assert all(len(column) == length for column in table.values())
+        assert len({tuple(column) for column in table.values()}) == 1, "every data set has the same rows"
+
+
+def test_methods_are_called_as_on_the_command_line() -> None:
+    names = set(TABLE1["cifar10"])
+    assert names == set(TABLE2["cifar10"]) == set(METHOD_NAMES) - {"packed-ensemble"}
+    assert names - FROM_MIMO_PAPER == {"orthogonal-dropout", "masksembles"}
+
+
+def test_values_are_possible() -> None:
+    for row in rows():
+        assert 0.4 < row.accuracy < 1
+        assert 0 < row.ece < 0.2
+        assert row.ece < row.nll < 3
+    for column in TABLE3.values():
+        for row in column.values():
+            assert row.member_accuracy is not None
+            assert row.agreement is not None
+            assert row.member_accuracy < row.accuracy, "an ensemble is better than its members"
+            assert 0.5 < row.agreement < 0.8
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_tables_1_and_3_agree_on_the_rows_they_share(data: str) -> None:
+    pairs = {"orthogonal-dropout": "orthogonal-dropout + MO + FC", "deep-ensemble": "deep-ensemble"}
+    if data == "cifar100":  # on CIFAR10 the paper contradicts itself, as the note says
+        pairs["mc-dropout"] = "mc-dropout"
+    for first, third in pairs.items():
+        one, other = TABLE1[data][first], TABLE3[data][third]
+        assert (one.accuracy, one.nll, one.ece) == (other.accuracy, other.nll, other.ece)
+
+
+def test_the_note_tells_the_contradiction_that_is_in_the_tables() -> None:
+    one, other = TABLE1["cifar10"]["mc-dropout"], TABLE3["cifar10"]["mc-dropout"]
+    assert one.accuracy == other.accuracy
+    for value in (one.nll, one.ece, other.nll, other.ece):
+        assert f"{value}".lstrip("0") in MC_DROPOUT_NOTE
+
+
+def test_orthogonal_dropout_leads_as_the_paper_says() -> None:
+    for column in TABLE1.values():
+        best = column["orthogonal-dropout"]
+        assert all(best.accuracy > column[name].accuracy for name in [*EFFICIENT, "deep-ensemble"])
+        assert all(best.nll < column[name].nll for name in [*EFFICIENT, "deep-ensemble"])
+        assert all(best.ece < column[name].ece for name in [*EFFICIENT, "deep-ensemble"])
+    for column in TABLE3.values():  # each ingredient of the method helps
+        steps = [row for name, row in column.items() if name.startswith("orthogonal-dropout")]
+        assert all(later.nll < earlier.nll for earlier, later in itertools.pairwise(steps))
+
+
+def test_the_tables_need_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, plures.lab.experiments.paper; print({'torch', 'matplotlib'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def bars(name: str, members: int, seeds: int = 1, paper: float | None = None) -> Bars:
+    accuracies = tuple(tuple(0.70 + 0.01 * ((3 * m + s) % 5) for m in range(members)) for s in range(seeds))
+    return Bars(name, accuracies, tuple(0.75 + 0.002 * seed for seed in range(seeds)), paper)
+
+
+def series(name: str, seeds: int = 1, paper: tuple[Point, ...] = ()) -> Series:
+    def scores(start: float, members: int) -> tuple[float, ...]:
+        return tuple(start + 0.01 * members + 0.003 * seed for seed in range(seeds))
+
+    return Series(name, tuple(Point(n, scores(0.7, n), scores(0.9, n), scores(0.02, n)) for n in (2, 3, 4, 5)), paper)
+
+
+PUBLISHED = TABLE3["cifar10"]["deep-ensemble + FC"]
+BAR_PANEL = BarPanel("CIFAR10", (bars("mimo", 2, seeds=3), bars("orthogonal-dropout", 5, seeds=3, paper=0.939)))
+LINE_PANEL = LinePanel(
+    "CIFAR10",
+    (series("mimo", seeds=3), series("deep-ensemble + FC", seeds=3, paper=(published(5, PUBLISHED),))),
+)
+
+
+def words(svg: str) -> list[str]:
+    return ["".join(text.itertext()).strip() for text in ElementTree.fromstring(svg).iter(SVG + "text")]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Draw panels, and return the SVG alone: the three files show the same, and two are slower to write."""
+
+    def draw(*panels: BarPanel | LinePanel) -> str:
+        monkeypatch.setattr(canvas, "FILES", {".svg": canvas.FILES[".svg"]})
+        chosen: Callable[..., list[Path]] = member_bars if isinstance(panels[0], BarPanel) else against_members
+        return chosen(panels, tmp_path / "figure")[0].read_text()
+
+    return draw
+
+
+@pytest.mark.parametrize(("draw", "panel"), [(member_bars, BAR_PANEL), (against_members, LINE_PANEL)])
+def test_three_files_that_open_and_are_the_same_every_time(draw, panel, tmp_path) -> None:
+    paths = draw([panel], tmp_path / "new" / "figure.cpu")
+    assert [path.name for path in paths] == ["figure.cpu.pdf", "figure.cpu.png", "figure.cpu.svg"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [path.name for path in paths], "nothing else"
+    pdf, png, svg = paths
+    assert pdf.read_bytes().startswith(b"%PDF")
+    with Image.open(png) as picture:
+        assert picture.width == 1400, "7 inches at 200 dots"
+        picture.verify()
+    assert "CIFAR10" in words(svg.read_text())
+    before = [path.read_bytes() for path in paths]
+    assert [path.read_bytes() for path in draw([panel], tmp_path / "new" / "figure.cpu")] == before
+    for dated in (b"CreationDate", b"<dc:date>"):
+        assert not any(dated in contents for contents in before)
+
+
+def test_the_users_own_settings_neither_matter_nor_change(drawn) -> None:
+    panel = BarPanel("a", (bars("mimo", 1),))
+    usual = drawn(panel)
+    with mpl.rc_context({"font.size": 20, "axes.grid": True, "savefig.bbox": "tight"}):
+        assert drawn(panel) == usual
+        assert mpl.rcParams["font.size"] == 20
+
+
+def test_bars_say_what_they_show(drawn) -> None:
+    svg = drawn(BAR_PANEL)
+    found = words(svg)
+    for expected in ("one member", "ensemble", "paper: mean member", "± one standard deviation, 3 seeds"):
+        assert expected in found
+    assert any("axis starts at" in word for word in found), "a cut axis says so"
+    assert {"mimo", "orthogonal-dropout"} <= set(found)
+    assert len(re.findall(HOLLOW, svg)) == 2, "the paper's value and the legend"
+
+
+def test_lines_say_what_they_show(drawn) -> None:
+    svg = drawn(LINE_PANEL)
+    found = words(svg)
+    for expected in ("mimo", "deep-ensemble + FC", "paper (hollow)", "± one standard deviation, 3 seeds"):
+        assert expected in found
+    assert found.count("members") == 3
+    assert {"2", "3", "4", "5"} <= set(found), "whole numbers of members"
+    assert not {"2.5", "3.5"} & set(found)
+    assert len(re.findall(HOLLOW, svg)) == 4, "the paper's three scores and the legend"
+
+
+def test_one_seed_has_no_deviation_and_without_the_paper_nothing_is_hollow(drawn) -> None:
+    for plain in (BarPanel("a", (bars("mimo", 2),)), LinePanel("a", (series("mimo"),))):
+        svg = drawn(plain)
+        assert not [word for word in words(svg) if "deviation" in word or "paper" in word]
+        assert not re.search(HOLLOW, svg)
+
+
+def test_far_values_of_the_paper_get_a_scale_of_their_own(drawn) -> None:
+    far = words(drawn(BarPanel("a", (bars("mimo", 2, paper=0.943),))))
+    assert "94.3" in far, "the strip names the value"
+    assert {"72", "74"} & set(far), "our own values keep their scale"
+    assert not {"80", "90"} & set(far)
+    below = words(drawn(LinePanel("a", (series("mimo", paper=(Point(2, (0.3,), (0.123,), (0.051,)),)),))))
+    assert {"30", "0.123"} <= set(below)
+    assert "0.051" not in below, "a value in the range of ours needs no strip"
+
+
+def test_many_members_become_a_box(drawn) -> None:
+    found = words(drawn(BarPanel("a", (bars("mc-dropout", 30, seeds=2), bars("mimo", 10)))))
+    assert {"mc-dropout (30)", "quartiles and range of (n) members", "one member"} <= set(found)
+    assert not [word for word in words(drawn(BarPanel("a", (bars("mimo", 10),)))) if "quartiles" in word]
+
+
+def test_long_names_of_many_methods_do_not_overlap(drawn) -> None:
+    few = words(drawn(BarPanel("a", tuple(bars(name, 1) for name in TABLE3["cifar10"]))))
+    assert few.count("orthogonal-") == 3, "names are broken into lines"
+    many = drawn(BarPanel("a", tuple(bars(f"orthogonal-dropout, variant {n}", 1) for n in range(12))))
+    assert "rotate(-35" in many, "names that cannot be broken well are slanted"
+
+
+def test_missing_values_are_left_out(drawn) -> None:
+    holes = Bars("mimo", ((NAN, 0.7, None), (0.6, 0.72, NAN)), (NAN, 0.75), paper=NAN)
+    found = words(drawn(BarPanel("a", (holes, Bars("failed", (), ()))), BarPanel("b", ())))
+    assert "(no\N{NO-BREAK SPACE}result)" in " ".join(found)
+    assert "no result" in found
+    assert not [word for word in found if "paper" in word or "nan" in word]
+    points = (Point(2, (NAN,), (None,), (0.02,)), Point(3, (0.7, 0.72), (1.0, 0.9), (0.02, NAN)))
+    found = words(drawn(LinePanel("a", (Series("mimo", points),)), LinePanel("b", ())))
+    assert found.count("no result") == 3, "one for each score of the empty row"
+    assert not [word for word in found if "nan" in word]
+
+
+def test_bad_input_gets_a_sentence(tmp_path) -> None:
+    for draw, empty in ((member_bars, BarPanel("a", ())), (against_members, LinePanel("a", ()))):
+        for nothing in ([], [empty]):
+            with pytest.raises(PluresError, match="one per data set"):
+                draw(nothing, tmp_path / "figure")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PluresError, match="choose another folder"):
+        member_bars([BAR_PANEL], tmp_path / "file" / "figure")

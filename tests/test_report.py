@@ -1,0 +1,354 @@
+"""The page of `plures report`: what it holds, what it never does, and what it refuses."""
+
+import base64
+import io
+import json
+import re
+import shlex
+import shutil
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plures import PluresError
+from plures.lab.cli import parse
+from plures.lab.commands import Train
+from plures.lab.config import describe
+from plures.lab.experiments.rerun import train_command
+from plures.lab.experiments.results import columns, rows_of
+from plures.lab.options import METHOD_NAMES, method_class, takes
+from plures.lab.recipes import Epochs, get_recipe
+from plures.lab.report import write_report
+from plures.lab.report.gather import Answers, Detail, gather
+from plures.lab.report.page import AT_ONCE, render
+from plures.lab.run import data_for, ensemble_for, network_for, open_run
+from plures.lab.train import train
+
+SMALL = replace(
+    get_recipe("digits"),
+    width=32,
+    limit=200,
+    validation=50,
+    members=3,
+    epochs=Epochs(pretrain=2, prune=1, finetune=2, train=2),
+)
+SECTIONS = {
+    "table": "Comparison",
+    "reliability": "Reliability, before and after ensembling",
+    "members": "How good each member is alone",
+    "added": "As members are added one by one",
+    "agreement": "Which members agree",
+    "confidence": "Confidence of right and wrong answers",
+    "uncertain": "Where members disagree most",
+    "mistakes": "The most confident mistakes",
+    "training": "How training went",
+    "reproduce": "How to reproduce it",
+}
+VOID = ("meta", "link", "img", "br")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("PLURES_DATA", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four runs, three rows: one network, three members with two seeds, and more members than can be listed."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(SMALL, "deterministic", folder / "single")
+    for seed in (0, 1):
+        train(replace(SMALL, seed=seed), "orthogonal-dropout", folder / "deep" / "down" / f"seed-{seed}")
+    train(SMALL, "mc-dropout", folder / "many", settings=["passes=12"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("page") / "new" / "report.html"
+    assert write_report([runs], out, data_dir=None, command="plures report runs") == out
+    return out.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def details(runs: Path) -> list[Detail]:
+    return [gather(row.name, row.runs[0].path, row.runs[0].metrics, None) for row in rows_of([runs])]
+
+
+@dataclass
+class Page(HTMLParser):
+    """A page taken apart: its elements, checked to be nested properly, and the cells of its first table."""
+
+    html: str
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+    rows: list[list[tuple[str | None, str]]] = field(default_factory=list)
+    headings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append((dict(attrs).get("data-value"), ""))
+        if tag == "h2":
+            self.headings.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            value, text = self.rows[-1][-1]
+            self.rows[-1][-1] = (value, text + data)
+        if "h2" in self.open:
+            self.headings[-1] += data
+
+
+def test_every_section_is_there_and_listed_at_the_top(html: str) -> None:
+    page = Page(html)
+    assert [attributes["id"] for tag, attributes in page.elements if tag == "section"] == list(SECTIONS)
+    assert page.headings == list(SECTIONS.values())
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    assert links[: len(SECTIONS)] == [f"#{name}" for name in SECTIONS]
+
+
+def test_the_table_shows_the_means_of_metrics_json(html: str, runs: Path) -> None:
+    rows = {cells[0][1]: cells[1:] for cells in Page(html).rows[1:4]}
+    assert set(rows) == {"deterministic", "orthogonal-dropout", "mc-dropout passes=12"}
+    titles = [text.rstrip(" ↑↓") for _, text in Page(html).rows[0]][1:]
+    folders = {
+        "deterministic": [runs / "single"],
+        "orthogonal-dropout": [runs / "deep" / "down" / "seed-0", runs / "deep" / "down" / "seed-1"],
+        "mc-dropout passes=12": [runs / "many"],
+    }
+    keys = {"NLL": "nll", "ECE": "ece", "Brier": "brier", "calibrated NLL": "calibrated_nll", "agreement": "agreement"}
+    for name, cells in rows.items():
+        found = [json.loads((folder / "metrics.json").read_text()) for folder in folders[name]]
+        shown = dict(zip(titles, cells, strict=True))
+        assert shown["seeds"][1] == str(len(found))
+        assert shown["members"][1] == str(found[0]["members"])
+        percentages = {"accuracy %": "accuracy", "member accuracy %": "mean_member_accuracy"}
+        for title, key in (keys | percentages).items():
+            scale = 100 if title in percentages else 1
+            value, text = shown[title]
+            if found[0][key] is None:
+                assert (value, text) == (None, "-")
+                continue
+            mean = scale * statistics.mean(one[key] for one in found)
+            assert float(value or "nan") == pytest.approx(mean, rel=1e-12)
+            digits = len(text.split(" ")[0].partition(".")[2])
+            assert text.split(" ")[0] == f"{mean:.{digits}f}"
+            assert ("±" in text) == (len(found) > 1)
+
+
+def test_nothing_is_loaded_from_anywhere(html: str) -> None:
+    for tag, attributes in Page(html).elements:
+        for name in ("src", "href", "xlink:href", "srcset", "data", "poster", "action"):
+            address = attributes.get(name)
+            assert address is None or tag == "a" or address.startswith("data:"), (tag, address)
+    without_links = re.sub(r'<a href="https://[^"]*">', "", html)
+    assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|@font-face", without_links)
+
+
+def test_charts_have_words_for_those_who_do_not_see_them(html: str) -> None:
+    page = Page(html)
+    drawings = [attributes for tag, attributes in page.elements if tag == "svg"]
+    assert len(drawings) == 6 * 3 - 2  # one network has neither members to add nor to agree with
+    assert all(one["role"] == "img" and len(one["aria-label"] or "") > 20 for one in drawings)
+    assert all(attributes.get("alt") for tag, attributes in page.elements if tag == "img")
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in [one for _, one in page.elements]
+
+
+def test_the_same_runs_give_the_same_bytes(html: str, runs: Path, tmp_path: Path) -> None:
+    again = write_report([runs], tmp_path / "again.html", data_dir=None, command="plures report runs")
+    assert again.read_bytes() == html.encode()
+    assert list(tmp_path.iterdir()) == [again]
+
+
+def test_captions_give_the_numbers_of_the_run(html: str, runs: Path) -> None:
+    text = html.replace("\N{NO-BREAK SPACE}", " ")
+    found = json.loads((runs / "many" / "metrics.json").read_text())
+    assert f"together on {100 * found['accuracy']:.1f} %" in text
+    assert f"inter-rater agreement, which asks whether they fail together, is {found['agreement']:.3f}" in text
+    assert f"From the first member to all 12, accuracy goes from {100 * found['member_accuracies'][0]:.1f} %" in text
+    assert "There is one network only: nothing to add." in text
+    assert "There is one network only: its members cannot disagree." in text
+
+
+def test_details_agree_with_metrics_json(details: list[Detail]) -> None:
+    for one in details:
+        assert one.added[-1] == pytest.approx((one.metrics["accuracy"], one.metrics["nll"]))
+        assert one.together.ece == pytest.approx(one.metrics["ece"])
+        assert [pair[0] for pair in one.added[:1]] == pytest.approx(one.metrics["member_accuracies"][:1])
+        assert one.right.count + one.wrong.count == one.metrics["images"]
+        assert one.right.count == round(one.metrics["accuracy"] * one.metrics["images"])
+        assert sum(one.right.shares) == pytest.approx(1)
+        assert one.same_label.shape == (one.metrics["members"],) * 2
+        assert np.all(np.diagonal(one.same_label) == 1)
+
+
+def test_pictures_are_the_test_images_that_they_should_be(details: list[Detail], runs: Path) -> None:
+    test = open_run(runs / "single").data(None).test
+    for one in details:
+        assert all(picture.label != picture.truth for picture in one.mistakes)
+        confidences = [picture.confidence for picture in one.mistakes]
+        assert confidences == sorted(confidences, reverse=True)
+        doubts = [picture.epistemic for picture in one.uncertain]
+        assert doubts == sorted(doubts, reverse=True)
+        assert bool(doubts) == (one.members > 1)
+        for picture in (*one.mistakes, *one.uncertain):
+            assert len(picture.votes) == one.members == sum(count for _, count in picture.counts)
+            assert picture.truth == test.info.classes[test.labels[picture.number]]
+            contents = base64.b64decode(picture.source.removeprefix("data:image/png;base64,"))
+            pixels = np.asarray(Image.open(io.BytesIO(contents)))
+            assert np.array_equal(pixels, test.images[picture.number][:, :, 0])
+
+
+def test_no_mistakes_and_no_right_answers_are_no_trouble(details: list[Detail], runs: Path) -> None:
+    nothing = Answers(0, (), None)
+    rows = rows_of([runs])
+    perfect = [replace(one, wrong=nothing, mistakes=()) for one in details]
+    assert "There is no mistake among the test images." in render(rows, perfect, "")
+    hopeless = [replace(one, right=nothing) for one in details]
+    assert "All answers are wrong." in render(rows, hopeless, "")
+
+
+def test_many_rows_are_folded_and_stay_light(details: list[Detail], runs: Path) -> None:
+    rows = [replace(row, name=f"{row.name} {number}") for number in range(10) for row in rows_of([runs])]
+    many = [replace(one, name=f"{one.name} {number}") for number in range(10) for one in details]
+    page = render(rows, many, "")
+    assert page.count('<details class="more">') == 6
+    assert f"<summary>{len(rows) - AT_ONCE} more</summary>" in page
+    assert len(page) < 2_000_000
+
+
+def test_names_of_classes_are_words_and_not_markup(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("<b>&", "<script>alert(1)"):
+            (tmp_path / "odd" / split / name).mkdir(parents=True)
+            for number in range(12):
+                pixels = random.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "odd" / split / name / f"{number}.png")
+    recipe = replace(SMALL, data=str(tmp_path / "odd"), limit=None, validation=0.2)
+    train(recipe, "deep-ensemble", tmp_path / "run")
+    out = write_report([tmp_path / "run"], tmp_path / "page.html", data_dir=None, command="plures report '<i>'")
+    page = out.read_text(encoding="utf-8")
+    assert "<b>&lt;b&gt;&amp;</b>" in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "plures report &#39;&lt;i&gt;&#39;" in page
+    assert "<b>&<" not in page
+    assert "<script>alert" not in page
+    Page(page)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_commands_make_the_same_run_again(method: str, tmp_path: Path) -> None:
+    special = {
+        "orthogonal-dropout": ["optimize-masks=false", "classifier=split"],
+        "mc-dropout": ["rate=0.3", "passes=4"],
+        "masksembles": ["layers=3", "scale=1.5"],
+        "mimo": ["batch-repetition=2"],
+        "packed-ensemble": ["alpha=2"],
+        "batch-ensemble": ["factors=sign"],
+    }
+    recipe = replace(
+        SMALL.for_method(METHOD_NAMES[method]),
+        **{"seed": 3, "flip": True, "nesterov": False, "milestones": (0.25, 0.5, 0.75), "limit": None, "clip": 1.5},
+        members=2 if takes(method_class(method), "members") else 5,
+    )
+    data = data_for(recipe, None)
+    network = network_for(recipe, len(data.classes), data.channels, data.size)
+    settings = special.get(method, [])
+    config = describe(ensemble_for(recipe, method, settings, network), data, recipe, "no")
+    line = train_command(config, tmp_path / "a run")
+    words = shlex.split(line)
+    assert words[:2] == ["plures", "train"]
+    command = parse(words[1:])
+    assert isinstance(command, Train)
+    assert command.method == method
+    assert command.run == tmp_path / "a run"
+    assert command.settings.as_json() == recipe.as_json()
+    again = ensemble_for(command.settings, command.method, command.set, network)
+    assert json.loads(json.dumps(again.options())) == config["options"]
+
+
+def test_a_recipe_as_it_is_needs_no_options(tmp_path: Path) -> None:
+    recipe = get_recipe("digits")
+    data = data_for(recipe, None)
+    network = network_for(recipe, len(data.classes), data.channels, data.size)
+    config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no")
+    assert train_command(config, Path("runs/x")) == "plures train digits --method mc-dropout --run runs/x"
+
+
+def test_the_page_tells_versions_fingerprints_and_commands(html: str, runs: Path) -> None:
+    config = json.loads((runs / "single" / "config.json").read_text())
+    assert config["data"]["fingerprint"] in html
+    for name, value in config["environment"].items():
+        assert value is None or str(value) in html, name
+    assert html.count("plures train digits --method") == 4
+    assert "<code>plures report runs</code>" in html
+
+
+def test_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PluresError, match="holds no run"):
+        write_report([tmp_path], tmp_path / "page.html", data_dir=None, command="")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_an_unfinished_run_is_refused_with_the_way_to_finish_it(runs: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(runs / "deep" / "down" / "seed-0", cut)
+    (cut / "ensemble.safetensors").unlink()
+    (cut / "metrics.json").unlink()
+    lines = (cut / "log.jsonl").read_text().splitlines(keepends=True)
+    (cut / "log.jsonl").write_text("".join(lines[:1]))
+    with pytest.raises(PluresError, match=r"cut is not finished: .*member 0 pretrain.*--run .*cut"):
+        write_report([runs, cut], tmp_path / "page.html", data_dir=None, command="")
+
+
+def test_runs_of_different_data_are_refused(runs: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(runs / "single", other)
+    config = json.loads((other / "config.json").read_text())
+    config["data"]["classes"][0] = "zero"
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PluresError, match="different data"):
+        write_report([runs, other], tmp_path / "page.html", data_dir=None, command="")
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(PluresError, match="cannot write .*report.html: .*--out"):
+        write_report([runs / "single"], tmp_path / "file" / "report.html", data_dir=None, command="")
+
+
+def test_the_best_of_each_column_is_bold(html: str, runs: Path) -> None:
+    rows = rows_of([runs])
+    for column in columns(rows):
+        values = [value for row in rows if (value := column.value(row)) is not None]
+        if column.better:
+            best = max(values) if column.better == "high" else min(values)
+            assert re.search(rf'<td data-value="{re.escape(str(best))}"><b>', html), column.title

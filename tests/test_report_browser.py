@@ -1,0 +1,191 @@
+"""The page of `plures report` as a browser shows it; skipped where no Chromium is installed."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from plures.lab.recipes import Epochs, get_recipe
+from plures.lab.report import write_report
+from plures.lab.train import train
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.chrome.options import Options  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed")
+
+SECTIONS = [
+    *("table", "reliability", "members", "added", "agreement", "confidence"),
+    *("uncertain", "mistakes", "training", "reproduce"),
+]
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    "--window-size=1200,900",
+]
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+
+Browser = Any  # selenium brings no types for what it answers
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("report")
+    epochs = Epochs(pretrain=2, prune=1, finetune=2, train=2)
+    recipe = replace(get_recipe("digits"), width=32, limit=200, validation=50, members=3, epochs=epochs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLURES_CACHE", str(folder / "cache"))
+        for method in ("orthogonal-dropout", "deterministic"):
+            train(recipe, method, folder / "runs" / method)
+        out = write_report([folder / "runs"], folder / "report.html", data_dir=None, command="plures report runs")
+    return out.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    options = Options()
+    options.binary_location = BROWSER
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    # A named driver, so that selenium looks for none, which it would do in the network.
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(autouse=True)
+def _opened(browser: Browser, page: str) -> Iterator[None]:
+    browser.get_log("browser"), browser.get_log("performance")  # forget what other tests left
+    browser.get(page)
+    yield
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def scheme(browser: Browser, name: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": name}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
+
+
+def luminance(browser: Browser, selector: str, quality: str) -> float:
+    """Return how bright a colour of an element is, from 0 to 1, as WCAG defines it."""
+    script = f"return getComputedStyle(document.querySelector({selector!r})).getPropertyValue({quality!r})"
+    numbers = [float(one) / 255 for one in browser.execute_script(script).partition("(")[2].rstrip(")").split(",")[:3]]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in numbers]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def overflow(browser: Browser) -> int:
+    script = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    return int(browser.execute_script(script))
+
+
+def column(browser: Browser, place: int) -> list[str]:
+    cells = browser.find_elements(By.CSS_SELECTOR, f"table.sortable tbody tr > :nth-child({place})")
+    return [cell.text for cell in cells]
+
+
+def test_every_section_is_seen(browser: Browser) -> None:
+    shown = [one for one in browser.find_elements(By.TAG_NAME, "section") if one.is_displayed()]
+    assert [one.get_attribute("id") for one in shown] == SECTIONS
+    assert all(one.find_element(By.TAG_NAME, "h2").text for one in shown)
+    assert all(one.size["height"] > 40 and one.size["width"] > 100 for one in browser.find_elements(By.TAG_NAME, "svg"))
+    loaded = "return [...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    assert browser.execute_script(loaded)
+
+
+def test_no_error_and_no_request_to_the_outside(browser: Browser, page: str) -> None:
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    addresses = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
+    assert page in addresses
+    assert all(address.startswith(("file:", "data:")) for address in addresses)
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser) -> None:
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    assert browser.execute_script("return innerWidth") == 390
+    assert overflow(browser) == 0
+    box = browser.find_element(By.CSS_SELECTOR, "#table .scroll")  # the wide table scrolls in its own box
+    assert browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", box)
+    browser.execute_script("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    long_names = "document.querySelectorAll('.picture b').forEach(one => { one.textContent = 'Nuthatch'.repeat(9) })"
+    browser.execute_script(long_names)
+    assert overflow(browser) == 0
+
+
+def test_a_click_on_a_heading_sorts(browser: Browser) -> None:
+    names = column(browser, 1)
+    assert names == ["deterministic", "orthogonal-dropout"]
+    heading = browser.find_element(By.CSS_SELECTOR, "table.sortable thead th")
+    button = heading.find_element(By.TAG_NAME, "button")
+    button.click()
+    assert heading.get_attribute("aria-sort") == "ascending"
+    assert column(browser, 1) == names
+    button.click()
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert column(browser, 1) == names[::-1]
+
+
+def test_the_keyboard_sorts_by_numbers_best_first(browser: Browser) -> None:
+    headings = browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")
+    titles = [heading.text for heading in headings]
+    for title, falling in (("accuracy", True), ("NLL", False)):
+        place = next(number for number, one in enumerate(titles) if one.startswith(title))
+        headings[place].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+        values = [float(text) for text in column(browser, place + 1)]
+        assert values == sorted(values, reverse=falling)
+        assert headings[place].get_attribute("aria-sort") == ("descending" if falling else "ascending")
+        assert [one for one in headings if one.get_attribute("aria-sort")] == [headings[place]]
+
+
+def test_rows_without_a_value_come_last_both_ways(browser: Browser) -> None:
+    headings = browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")
+    place = next(number for number, heading in enumerate(headings) if heading.text.startswith("agreement"))
+    for _ in range(2):
+        headings[place].find_element(By.TAG_NAME, "button").click()
+        assert column(browser, place + 1)[-1] == "-"
+
+
+def test_dark_and_light_are_both_readable(browser: Browser) -> None:
+    found = {}
+    for name in ("light", "dark"):
+        scheme(browser, name)
+        paper = found[name] = luminance(browser, "body", "background-color")
+        for selector in ("body", ".reading", "figcaption", "svg text"):
+            quality = "fill" if selector == "svg text" else "color"
+            lighter, darker = sorted([paper, luminance(browser, selector, quality)], reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (name, selector)
+    assert found["light"] > 0.8
+    assert found["dark"] < 0.05
+
+
+def test_print_is_black_on_white_and_unfolded(browser: Browser) -> None:
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_script("document.querySelectorAll('details').forEach(one => { one.open = false })")
+    picture = browser.find_element(By.CSS_SELECTOR, "#mistakes img")
+    assert not picture.is_displayed()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
+    assert luminance(browser, "body", "background-color") == pytest.approx(1)
+    assert luminance(browser, "body", "color") < 0.05
+    assert not browser.find_element(By.TAG_NAME, "nav").is_displayed()
+    assert browser.execute_script("return arguments[0].getBoundingClientRect().height", picture) > 20
+
+
+def test_it_can_be_read_without_scripts(browser: Browser, page: str) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    browser.get(page)
+    assert browser.find_elements(By.CSS_SELECTOR, "thead button") == []  # no script has run
+    shown = [one.get_attribute("id") for one in browser.find_elements(By.TAG_NAME, "section") if one.is_displayed()]
+    assert shown == SECTIONS
+    assert column(browser, 1) == ["deterministic", "orthogonal-dropout"]
