@@ -124,6 +124,14 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser) -> None:
     assert overflow(browser) == 0
 
 
+def test_headings_break_between_words_only(browser: Browser) -> None:
+    heights = (
+        "return [...document.querySelectorAll('.sortable thead th')].map(one => one.getBoundingClientRect().height)"
+    )
+    three_lines = 6 * browser.execute_script("return parseFloat(getComputedStyle(document.body).fontSize)")
+    assert max(browser.execute_script(heights)) < three_lines
+
+
 def test_a_click_on_a_heading_sorts(browser: Browser) -> None:
     names = column(browser, 1)
     assert names == ["deterministic", "orthogonal-dropout"]
