@@ -7,8 +7,8 @@ from torch import nn
 import networks
 import plures
 from plures import PluresError
-from plures.engines import Lean, Unfolded, foldable
-from plures.masks import PackedOwners, owned_part
+from plures.engines import Lean, PackedOwners, Unfolded, foldable
+from plures.masks import owned_part
 
 
 @pytest.fixture(params=networks.ALL, ids=lambda make: make.__name__, scope="module")
@@ -113,15 +113,31 @@ def test_the_lean_engine_holds_the_weights_once_and_half_a_byte_per_owner() -> N
 
 
 @pytest.mark.parametrize("members", [3, 15, 16, 40])
-@pytest.mark.parametrize("shape", [(6, 7), (5, 3, 3, 3), (120,)])
-def test_packed_owners_cut_the_same_part(members: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "owner_shape"),
+    [
+        ((6, 7), (6, 7)),
+        ((5, 3, 3, 3), (5, 3, 3, 3)),
+        ((5, 9, 3, 3), (5, 9, 1, 1)),
+        ((120,), (120,)),
+        ((7, 300, 150),) * 2,
+    ],
+)
+def test_packed_owners_cut_the_same_part(members: int, shape: tuple[int, ...], owner_shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(members)
-    owners = torch.randint(0, members, shape, generator=generator, dtype=torch.uint8)
+    owners = torch.randint(0, members, owner_shape, generator=generator, dtype=torch.uint8)
     owners.flatten()[0] = 255
     weight = torch.randn(shape, generator=generator)
+    scale = torch.rand(shape[0], *[1] * (len(shape) - 1), generator=generator) + 0.5
     packed = PackedOwners(owners, members)
     for member in (0, members - 1):
-        assert packed.owned_part(weight, member).equal(owned_part(weight, owners, member))
+        expected = owned_part(weight, owners, member)
+        part = packed.owned_part(weight, member)
+        assert part.equal(expected)
+        assert not part[part == 0].signbit().any()
+        assert packed.owned_part(weight, member, scale).equal(expected * scale)
+        half = weight.bfloat16()  # takes the way of other devices and dtypes
+        assert packed.owned_part(half, member).equal(owned_part(half, owners, member))
 
 
 def test_tied_norm_layers_are_not_folded() -> None:

@@ -125,9 +125,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser) -> None:
 
 
 def test_headings_break_between_words_only(browser: Browser) -> None:
-    heights = (
-        "return [...document.querySelectorAll('.sortable thead th')].map(one => one.offsetHeight)"
-    )
+    heights = "return [...document.querySelectorAll('.sortable thead th')].map(one => one.offsetHeight)"
     three_lines = 6 * browser.execute_script("return parseFloat(getComputedStyle(document.body).fontSize)")
     assert max(browser.execute_script(heights)) < three_lines
 

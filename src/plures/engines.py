@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.masks import PackedOwners, put_on
-from plures.predictor import Arguments, Predictor, call, call_with, logits_of, swapping
+from plures.masks import put_on
+from plures.predictor import Arguments, Predictor, arguments, call, logits_of, swapping
 from plures.private import Private
 from plures.role import Role, canonical, own_tensors, tensors
 
@@ -101,6 +103,9 @@ class Lean(Engine):
             scales = [scales[name] for scales, _ in folded if name in scales]
             self._masks[name] = _Owned(PackedOwners(owners, ensemble.members), self.members, scales)
         put_on(self.network, self._masks, first_names)
+        private = folded[0][1]
+        self._private_names = {name: first for name, first in first_names.items() if first in private}
+        self._private_names |= {name: name for name in private}
         self.eval()
 
     def run(self, index: int, batches: list[Any]) -> Tensor:
@@ -108,8 +113,12 @@ class Lean(Engine):
         with swapping():
             for mask in self._masks.values():
                 mask.index = index
-            private = self.private.rows(index)
-            return torch.cat([logits_of(call_with(self.network, private, batch)) for batch in batches])
+            rows = self.private.rows(index)
+            # Tied tensors are named one by one: to let torch look for them takes longer than a small layer runs.
+            private = {name: rows[first] for name, first in self._private_names.items()}
+            inputs = [arguments(batch) for batch in batches]
+            outputs = [functional_call(self.network, private, *given, tie_weights=False) for given in inputs]
+        return torch.cat([logits_of(output) for output in outputs])
 
 
 class _Owned(nn.Module):
@@ -125,8 +134,57 @@ class _Owned(nn.Module):
         self.index = 0
 
     def forward(self, weight: Tensor) -> Tensor:
-        part = self.owners.owned_part(weight, self.members[self.index])
-        return part if self.scales is None else part.mul_(self.scales[self.index].view(-1, *[1] * (part.dim() - 1)))
+        scale = None if self.scales is None else self.scales[self.index].view(-1, *[1] * (weight.dim() - 1))
+        return self.owners.owned_part(weight, self.members[self.index], scale)
+
+
+class PackedOwners(nn.Module):
+    """Hold the owners of a weight in half a byte each, where there are at most 15 members.
+
+        part = PackedOwners(owners, members=5).owned_part(weight, member=2)
+
+    A byte holds the owner of a weight in the first half of the rows and of its fellow in the second half, so that a
+    run of rows unpacks by one operation.
+    """
+
+    packed: Tensor
+
+    def __init__(self, owners: Tensor, members: int) -> None:
+        super().__init__()
+        self.rows = owners.shape[0]
+        self.halves = members <= 15  # a free weight's 255 becomes 15, which is no member either
+        if self.halves:
+            first, second = owners[: (self.rows + 1) // 2] & 15, owners[(self.rows + 1) // 2 :] & 15
+            owners = first.clone()
+            owners[: len(second)] |= second << 4
+        self.register_buffer("packed", owners)
+
+    def owned_part(self, weight: Tensor, member: int, scale: Tensor | None = None) -> Tensor:
+        """Cut one member out of a weight, positive zeros elsewhere, and multiply it by a scale that broadcasts."""
+        plain = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
+        if plain and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled()):
+            return self._cut_by_bits(weight, member, scale)
+        owners = torch.cat([self.packed & 15, self.packed >> 4])[: self.rows] if self.halves else self.packed
+        part = weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
+        return part if scale is None else part.mul_(scale)
+
+    def _cut_by_bits(self, weight: Tensor, member: int, scale: Tensor | None) -> Tensor:
+        """Do by bits, some rows at a time, what a choice by booleans does several times slower in more memory."""
+        part = torch.empty_like(weight, requires_grad=False)
+        packed, values, bits = self.packed.numpy(), part.numpy(), weight.detach().numpy().view(np.int32)
+        factors = None if scale is None else scale.detach().numpy()
+        half = len(packed)
+        step = max(1, 2**17 * half // packed.size)  # so few that what lies between the operations stays in the cache
+        for start in range(0, half, step):
+            differs = packed[start : start + step] ^ np.uint8(member * 17 if self.halves else member)
+            halves = [(start, differs & 15), (start + half, differs >> 4)] if self.halves else [(start, differs)]
+            for first, other in halves:
+                rows = slice(first, min(first + len(other), self.rows))
+                keep = np.negative((other[: rows.stop - first] == 0).view(np.int8))  # all bits or none
+                np.bitwise_and(bits[rows], keep, out=values.view(np.int32)[rows])
+                if factors is not None:
+                    values[rows] *= factors[rows]
+        return part
 
 
 def foldable(ensemble: OrthogonalDropout) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -137,44 +136,7 @@ def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     """
     if not _plain(weight):
         return weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
-    return _cut(weight, lambda start, stop: owners[start:stop].numpy(), member)
-
-
-class PackedOwners(nn.Module):
-    """Hold the owners of a weight in half a byte each, where there are at most 15 members.
-
-        part = PackedOwners(owners, members=5).owned_part(weight, member=2)
-
-    A byte holds the owner of a weight in the first half of the rows and of its fellow in the second half, so that a
-    run of rows unpacks by one operation.
-    """
-
-    packed: Tensor
-
-    def __init__(self, owners: Tensor, members: int) -> None:
-        super().__init__()
-        self.rows = owners.shape[0]
-        self.halves = members <= 15  # a free weight's 255 becomes 15, which is no member either
-        if self.halves:
-            first, second = owners[: (self.rows + 1) // 2] & 15, owners[(self.rows + 1) // 2 :] & 15
-            owners = first.clone()
-            owners[: len(second)] |= second << 4
-        self.register_buffer("packed", owners)
-
-    def unpack(self, start: int, stop: int) -> Tensor:
-        """Give the owners of some rows, none of which may lie in the other half than the first."""
-        if not self.halves:
-            return self.packed[start:stop]
-        half = len(self.packed)
-        return self.packed[start:stop] & 15 if start < half else self.packed[start - half : stop - half] >> 4
-
-    def owned_part(self, weight: Tensor, member: int) -> Tensor:
-        """Cut one member out of a weight, unpacking a few rows at a time."""
-        ends = [0, len(self.packed), self.rows] if self.halves else [0, self.rows]
-        if not _plain(weight):
-            owners = torch.cat([self.unpack(*pair) for pair in pairwise(ends)])
-            return weight.clone().masked_fill_(owners != member, 0.0)
-        return _cut(weight, lambda start, stop: self.unpack(start, stop).numpy(), member, ends)
+    return _cut(weight, owners.numpy(), member)
 
 
 def _plain(weight: Tensor) -> bool:
@@ -182,18 +144,15 @@ def _plain(weight: Tensor) -> bool:
     return ready and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled())
 
 
-def _cut(
-    weight: Tensor, owners: Callable[[int, int], NDArray[np.uint8]], member: int, ends: Sequence[int] = ()
-) -> Tensor:
+def _cut(weight: Tensor, owners: NDArray[np.uint8], member: int) -> Tensor:
     """Do by bits, a few rows at a time, what a choice by booleans does several times slower and with more memory."""
     bits = weight.detach().numpy().view(np.int32)
     part = np.empty_like(bits)
-    step = max(1, 2**16 * len(bits) // bits.size)
-    for first, last in pairwise(ends or (0, len(bits))):
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            keep = np.negative((owners(start, stop) == member).astype(np.int32))
-            np.bitwise_and(bits[start:stop], keep, out=part[start:stop])
+    step = max(1, 2**17 * len(bits) // bits.size)
+    for start in range(0, len(bits), step):
+        rows = slice(start, start + step)
+        keep = np.negative((owners[rows] == member).view(np.int8))  # all bits or none
+        np.bitwise_and(bits[rows], keep, out=part[rows])
     return torch.from_numpy(part.view(np.float32))
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from plures.ensemble import Ensemble
-from plures.lab.bench.measure import Action, race
+from plures.lab.bench.inference import predicting
+from plures.lab.bench.measure import race
 from plures.lab.bench.subjects import RESNET18, images
 from plures.lab.bench.training import Plain, step_of
 from plures.methods import METHODS
@@ -54,7 +54,7 @@ def method_costs(batch: int, precision: str, rounds: int) -> Iterator[MethodCost
             for _ in ensemble.stages():
                 pass
             save(ensemble, Path(folder, "ensemble"))
-            plain_prediction, prediction = (_predict(one.eval(), inputs, precision) for one in (network, ensemble))
+            plain_prediction, prediction = (predicting(one.eval(), inputs, precision) for one in (network, ensemble))
             yield MethodCost(
                 name,
                 len(ensemble(inputs[:2])),
@@ -63,14 +63,6 @@ def method_costs(batch: int, precision: str, rounds: int) -> Iterator[MethodCost
                 found.value,
                 next(race(name, plain_prediction, {"prediction": prediction}, rounds)).value,
             )
-
-
-def _predict(module: torch.nn.Module, inputs: torch.Tensor, precision: str) -> Action:
-    def run() -> None:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            module(inputs)
-
-    return run
 
 
 def _parameters(ensemble: Ensemble) -> int:

@@ -45,6 +45,7 @@ class Subject:
 
 
 RESNET18 = Subject("ResNet18", lambda: resnet18(classes=CLASSES))
+NARROW_RESNET = Subject("ResNet18 of width 16", lambda: resnet18(classes=CLASSES, width=16))
 WIDE_RESNET = Subject("WRN28-10", lambda: wide_resnet28_10(classes=CLASSES))
 TRANSFORMER = Subject("ViT-S", VisionTransformer)
 

@@ -3,17 +3,17 @@
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from plures.lab.bench.inference import prediction_ratios
-from plures.lab.bench.measure import Ratio
+from plures.lab.bench.inference import affordable_ratios, bf16_ratio, prediction_ratios, side_by_side_ratio
+from plures.lab.bench.measure import LeftOut, Ratio
 from plures.lab.bench.methods import MethodCost, method_costs
-from plures.lab.bench.size import file_ratios, memory_ratio
-from plures.lab.bench.subjects import RESNET18, TRANSFORMER, WIDE_RESNET
+from plures.lab.bench.size import file_ratios, memory_ratios
+from plures.lab.bench.subjects import NARROW_RESNET, RESNET18, TRANSFORMER, WIDE_RESNET, Subject
 from plures.lab.bench.training import data_ratios, mask_ratios, step_ratios
 from plures.lab.precision import resolve
 from plures.version import __version__
@@ -28,7 +28,7 @@ def precision_here() -> str:
     return "bf16" if resolve("auto", torch.device("cpu")) == "bf16" else "float32"
 
 
-def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio]:
+def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio | LeftOut]:
     """Measure a ResNet18: with `quick` only what has a bar; with `full` also a wide ResNet and a transformer.
 
     for ratio in ratios(quick=True): print(ratio)
@@ -38,19 +38,37 @@ def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio]:
     yield from mask_ratios(rounds=7)
     yield from data_ratios(rounds=9)
     yield from file_ratios(RESNET18, rounds=5)
-    yield memory_ratio(RESNET18, rounds=3)
+    yield from memory_ratios(RESNET18, rounds=3)
     yield from prediction_ratios(RESNET18, 128, "float32", rounds=3)
     if quick:
         return
     yield from prediction_ratios(RESNET18, 1, "float32", rounds=5, compiled=True)
     yield from prediction_ratios(RESNET18, 32, "float32", rounds=2)
     if precision == "bf16":
-        yield from prediction_ratios(RESNET18, 128, "bf16", rounds=2)
+        for batch in (1, 32, 128):
+            yield from prediction_ratios(RESNET18, batch, "bf16", rounds=2)
+    else:
+        yield bf16_ratio(RESNET18, rounds=3)
+    for batch in (1, 8):
+        yield side_by_side_ratio(NARROW_RESNET, batch, rounds=9)
     for subject in (WIDE_RESNET, TRANSFORMER) if full else ():
-        yield from step_ratios(subject, 4, precision, rounds=3)
-        yield from file_ratios(subject, rounds=2)
-        yield memory_ratio(subject, rounds=1)
-        yield from prediction_ratios(subject, 4, "float32", rounds=2)
+        yield from large_ratios(subject, precision)
+
+
+def large_ratios(
+    subject: Subject, precision: str, batches: Sequence[int] = (1, 32, 128), rounds: int = 2
+) -> Iterator[Ratio | LeftOut]:
+    """Measure a large network, and its predictions at the batch sizes that it gets through in reasonable time.
+
+        for found in large_ratios(WIDE_RESNET, "float32"): print(found)
+
+    Predictions are in float32, and also in bf16 where the processor is made for it.
+    """
+    yield from step_ratios(subject, 4, precision, rounds)
+    yield from file_ratios(subject, rounds)
+    yield from memory_ratios(subject, rounds=1)
+    for each in dict.fromkeys(("float32", precision)):
+        yield from affordable_ratios(subject, batches, each, rounds)
 
 
 def costs() -> Iterator[MethodCost]:
@@ -80,7 +98,7 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def write(folder: Path, found: list[Ratio], table: list[MethodCost]) -> None:
+def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> None:
     """Write results.json and results.md into a folder.
 
     write(Path("benchmarks"), list(ratios()), list(costs()))
@@ -92,7 +110,7 @@ def write(folder: Path, found: list[Ratio], table: list[MethodCost]) -> None:
     (folder / "results.md").write_text(markdown(found, table))
 
 
-def markdown(found: list[Ratio], table: list[MethodCost]) -> str:
+def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
     """Write the results as Markdown.
 
     print(markdown(list(ratios()), []))
@@ -105,6 +123,9 @@ def markdown(found: list[Ratio], table: list[MethodCost]) -> str:
     ]
     lines += ["| measure | setting | ratio | spread | bar |", "|---|---|---|---|---|"]
     for one in found:
+        if isinstance(one, LeftOut):
+            lines.append(f"| {one.name} | {one.setting} | | | left out: {one.why} |")
+            continue
         sign = ">=" if one.at_least else "<="
         bar = "" if one.bar is None else f"{sign} {one.bar:g} {'met' if one.met else '**missed**'}"
         lines.append(f"| {one.name} | {one.setting} | {one.value:.3f} | {one.low:.3f} to {one.high:.3f} | {bar} |")
