@@ -24,8 +24,10 @@ types: $(READY)
 bench: $(READY)  ## ratios measured side by side in one run
 	$(BIN)/plures bench --out benchmarks
 
-docs: $(READY)  ## regenerate the figures that stand in docs/
-	OMP_NUM_THREADS=1 $(BIN)/python docs/make_digits.py
+docs: $(READY)  ## regenerate what docs/results holds of embedded data
+	$(BIN)/plures reproduce table1 --scale digits --out docs/results
+	$(BIN)/plures reproduce table3 --scale digits --out docs/results
+	$(BIN)/plures reproduce figure2 --scale digits --out docs/results
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

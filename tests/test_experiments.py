@@ -1,5 +1,6 @@
 """Comparisons: what is run, what is skipped, what stands in the tables."""
 
+import contextlib
 import csv
 import json
 import os
@@ -25,6 +26,7 @@ from plures.lab.experiments.results import columns, rows_of
 from plures.lab.experiments.worker import describe, make
 from plures.lab.experiments.write import as_csv, markdown
 from plures.lab.recipes import Epochs, get_recipe
+from plures.lab.runfolder import RunFolder
 
 SHORT = replace(
     get_recipe("digits"),
@@ -113,6 +115,19 @@ def test_an_interrupted_comparison_repeats_no_finished_run(tmp_path: Path) -> No
     now = {str(path): path.stat().st_mtime_ns for path in tmp_path.rglob("ensemble.safetensors")}
     assert len(now) == 3
     assert {path: now[path] for path in done} == done
+
+
+def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
+    words = ["compare", "digits", "--methods", "deterministic", *SHORT_WORDS[:-1], "1000000"]
+    process = subprocess.Popen([sys.executable, "-m", "plures", *words], cwd=tmp_path)
+    run = tmp_path / "runs/digits/deterministic/seed-0"
+    while not (run / "log.jsonl").exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"ended with {process.wait(timeout=0.1)}")
+    process.terminate()
+    assert process.wait() == 143
+    with RunFolder(run).locked():  # nobody is at work there any more
+        pass
 
 
 def test_a_failed_run_stops_no_other_and_tells_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

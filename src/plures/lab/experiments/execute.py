@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 
@@ -69,6 +70,7 @@ class Processes(AbstractContextManager["Processes"]):
         self.data_dir = data_dir
         self._threads = ThreadPoolExecutor(at_once)
         self._running: set[subprocess.Popen[str]] = set()
+        self._before: Any = None  # what SIGTERM did
         self._devices: SimpleQueue[int] = SimpleQueue()
         for number in range(at_once):
             self._devices.put(number)
@@ -77,9 +79,17 @@ class Processes(AbstractContextManager["Processes"]):
         """Queue a job; its result is the reason why it failed, or None."""
         return self._threads.submit(self._make, job)
 
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # Whoever ends this process means the runs, too.
+            self._before = signal.signal(signal.SIGTERM, _leave)
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self._running):
             process.terminate()
@@ -157,6 +167,10 @@ def is_done(job: Job) -> bool:
     missing = [job for job in jobs if not is_done(job)]
     """
     return RunFolder(job.run).finished and (job.run / "metrics.json").is_file()
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _environment(slot: int) -> dict[str, str]:
