@@ -1,28 +1,31 @@
 """Comparisons: what is run, what is skipped, what stands in the tables."""
 
 import contextlib
+import copy
 import csv
 import json
 import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import wait
-from dataclasses import replace
+from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from plures.errors import PluresError
 from plures.lab.cli import main
 from plures.lab.experiments.compare import compare, make_runs
 from plures.lab.experiments.costs import relative
 from plures.lab.experiments.draw import draw
-from plures.lab.experiments.execute import Processes
+from plures.lab.experiments.execute import OUTPUT, Processes, run_all
 from plures.lab.experiments.jobs import Comparison, Job, Variant, variants
-from plures.lab.experiments.paper import TABLE1, TABLE3
+from plures.lab.experiments.paper import TABLE1, TABLE3, Published
 from plures.lab.experiments.reproduce import SCALES, TARGETS
-from plures.lab.experiments.results import columns, rows_of
+from plures.lab.experiments.results import Finished, columns, published, rows_of
+from plures.lab.experiments.watch import Watch
 from plures.lab.experiments.worker import describe, make
 from plures.lab.experiments.write import as_csv, markdown
 from plures.lab.recipes import Epochs, get_recipe
@@ -117,16 +120,20 @@ def test_an_interrupted_comparison_repeats_no_finished_run(tmp_path: Path) -> No
     assert {path: now[path] for path in done} == done
 
 
-def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
+def endless_comparison(folder: Path) -> "subprocess.Popen[bytes]":
     words = ["compare", "digits", "--methods", "deterministic", *SHORT_WORDS[:-1], "1000000"]
-    process = subprocess.Popen([sys.executable, "-m", "plures", *words], cwd=tmp_path)
-    run = tmp_path / "runs/digits/deterministic/seed-0"
-    while not (run / "log.jsonl").exists():
+    process = subprocess.Popen([sys.executable, "-m", "plures", *words], cwd=folder)
+    while not (folder / "runs/digits/deterministic/seed-0/log.jsonl").exists():
         with contextlib.suppress(subprocess.TimeoutExpired):
             pytest.fail(f"ended with {process.wait(timeout=0.1)}")
+    return process
+
+
+def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
+    process = endless_comparison(tmp_path)
     process.terminate()
     assert process.wait() == 143
-    with RunFolder(run).locked():  # nobody is at work there any more
+    with RunFolder(tmp_path / "runs/digits/deterministic/seed-0").locked():  # nobody is at work there any more
         pass
 
 
@@ -156,15 +163,54 @@ def test_a_killed_process_fails_its_own_run_only(tmp_path: Path) -> None:
         assert endless.result() == "its process was ended by SIGKILL"
 
 
-def test_leaving_the_pool_ends_its_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_leaving_the_pool_ends_its_processes(tmp_path: Path, begun: bool) -> None:
     long = replace(SHORT, epochs=Epochs(train=10**6))
     with Processes(1, None) as pool:
         running = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0"))
-        while not pool._running:
+        while begun and not pool._running:
             wait([running], timeout=0.01)
-        (process,) = pool._running
-    assert process.poll() is not None
     assert running.done()
+    assert all(process.poll() is not None for process in pool._running)
+
+
+def test_a_run_that_another_process_makes_is_left_alone(tmp_path: Path) -> None:
+    job = Job(SHORT, Variant("deterministic"), tmp_path / "digits/taken/seed-0")
+    with RunFolder(job.run).locked(), Processes(1, None) as pool:
+        (job.run / OUTPUT).write_text("what the other says\n")
+        reason = pool.submit(job).result()
+    assert reason is not None
+    assert "another process is working in the run folder" in reason
+    assert "what the other says" in (job.run / OUTPUT).read_text()
+
+
+def test_runs_end_when_their_comparison_was_killed(tmp_path: Path) -> None:
+    process = endless_comparison(tmp_path)
+    process.kill()
+    process.wait()
+    with FileLock(tmp_path / "runs/digits/deterministic/seed-0/.lock", timeout=60):
+        pass
+
+
+def test_an_unexpected_error_fails_one_run_only(finished: tuple[Comparison, Path]) -> None:
+    comparison, runs = finished
+    jobs = comparison.jobs(runs)[:2]
+
+    class Broken:
+        at_once = 1
+
+        def submit(self, job: Job) -> "Future[str | None]":
+            future: Future[str | None] = Future()
+            if job is jobs[0]:
+                future.set_exception(RuntimeError(""))
+            else:
+                future.set_result(None)
+            return future
+
+    with Watch(jobs, {job.run: 2 for job in jobs}) as watch:
+        failures = run_all(jobs, Broken(), watch)
+    assert list(failures) == [jobs[0].run]
+    assert "RuntimeError" in failures[jobs[0].run]
 
 
 def test_ray_gives_the_same_results(tmp_path: Path) -> None:
@@ -201,7 +247,9 @@ def test_ray_names_what_failed(tmp_path: Path) -> None:
         (["reproduce", "table4"], "table3"),
         (["reproduce", "table1", "--recipes", "cifar10"], "digits"),
         (["reproduce", "table1", "--seeds", "0"], "at least one"),
+        (["compare", "digits", "--runs", "taken"], "taken"),
         (["report"], "no runs"),
+        (["report", "other"], "holds no run"),
         (["report", "nowhere"], "nowhere"),
     ],
 )
@@ -209,18 +257,23 @@ def test_bad_input_gets_one_sentence(
     words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("a file, not a folder")
+    Path("other").mkdir()
+    Path("other/config.json").write_text("{}")
     assert main(words) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("plures: ")
     assert expected in message
 
 
-def test_another_configuration_in_the_folder_is_told(finished: tuple[Comparison, Path]) -> None:
+def test_another_configuration_in_the_folder_is_told_before_anything_is_run(
+    finished: tuple[Comparison, Path],
+) -> None:
     comparison, runs = finished
-    other = replace(comparison, recipe=replace(SHORT, width=24), variants=variants(["deterministic"]), seeds=(0,))
-    failures = make_runs(other.jobs(runs), None, None, "here")
-    (reason,) = failures.values()
-    assert "recipe.width was 16 and is 24" in reason
+    other = replace(comparison, recipe=replace(SHORT, width=24), variants=variants(["mimo", "deterministic"]))
+    with pytest.raises(PluresError, match=r"recipe\.width was 16 and is 24.*--runs"):
+        make_runs(other.jobs(runs), None, None, "here")
+    assert not (runs / "digits/mimo").exists()
 
 
 def test_rows_put_seeds_together_and_name_what_differs(finished: tuple[Comparison, Path], tmp_path: Path) -> None:
@@ -322,6 +375,29 @@ def test_the_papers_figures_stand_beside_ours(finished: tuple[Comparison, Path])
     for comparison in TARGETS["table1"].comparisons("cpu"):
         data = comparison.recipe.data
         assert any(data == name or data.startswith(f"{name}-") for name in TABLE1)
+
+
+def test_the_paper_has_no_figures_for_other_members_epochs_or_options(finished: tuple[Comparison, Path]) -> None:
+    _, runs = finished
+    row = next(row for row in rows_of([runs]) if row.name == "orthogonal-dropout")
+
+    def paper(epochs: Epochs, members: int, **options: object) -> Published | None:
+        config = copy.deepcopy(dict(row.runs[0].config))
+        config["data"]["name"] = "cifar10"
+        config["recipe"]["epochs"] = asdict(epochs)
+        config["options"].update(options)
+        return published(replace(row, runs=(Finished(runs, config, {"members": members}),)))
+
+    usual = get_recipe("cifar10").epochs
+    assert paper(usual, 5) == TABLE1["cifar10"]["orthogonal-dropout"]
+    assert paper(usual, 4) is None
+    assert paper(usual.times(2.1), 5) is None
+    assert paper(usual, 5, classifier="split") is None
+
+
+def test_members_on_the_command_line_are_for_all_methods() -> None:
+    jobs = Comparison("digits", SHORT, variants(["mimo", "deep-ensemble"]), members=4).jobs(Path("runs"))
+    assert [job.recipe.members for job in jobs] == [4, 4]
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

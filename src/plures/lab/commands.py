@@ -276,6 +276,7 @@ class Compare:
     Runs that are missing are made, finished ones skipped, cut ones resumed, in RUNS/RECIPE/METHOD/seed-N. The table
     goes to RUNS/RECIPE as results.md, results.csv and results.json. Each run takes one core (or one GPU), several go on
     at a time. Numbers of the recipe can be overridden as for `plures train`; methods that need longer still get longer.
+    The table holds the methods of this command; `plures report RUNS/RECIPE` shows all finished runs.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
@@ -308,11 +309,17 @@ class Compare:
         if self.seeds < 1:
             raise PluresError(f"--seeds {self.seeds}: at least one is needed")
         seeds = tuple(range(self.settings.seed, self.settings.seed + self.seeds))
-        comparison = Comparison(self.recipe, self.settings, variants(self.methods), seeds)
+        members = self.settings.members if self.settings.members != get_recipe(self.recipe).members else None
+        comparison = Comparison(self.recipe, self.settings, variants(self.methods), seeds, members=members)
+        folder = write.writable(self.runs / self.recipe)
         (rows,) = compare([comparison], self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
         chosen = columns(rows)
-        paths = write.write(self.runs / self.recipe, "results", rows, chosen, write.about(rows))
-        _show_comparison(f"{self.recipe}: {self.settings.data}, {self.settings.model}", rows, chosen, paths, self.json)
+        paths = write.write(folder, "results", rows, chosen, write.about(rows))
+        _tell_failures(rows)
+        if self.json:
+            _print_json(write.document(rows, write.about(rows)))
+        else:
+            _show_comparison(f"{self.recipe}: {self.settings.data}, {self.settings.model}", rows, chosen, paths)
         return 2 if any(row.failures for row in rows) else 0
 
 
@@ -368,16 +375,18 @@ class Reproduce:
 
     def _plan(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab import tables
+        from plures.lab.experiments.execute import default_jobs
         from plures.lab.experiments.plan import plan_table, planned
 
         lines = []
         for comparison in comparisons:
             print(f"measuring {comparison.name}", file=sys.stderr)
             lines += list(planned(comparison, self.runs))
+        at_once = self.jobs or default_jobs()
         if self.json:
             _print_json({"target": self.target, "scale": self.scale, "plan": [asdict(line) for line in lines]})
         else:
-            tables.show(plan_table(f"{self.target} at the scale {self.scale}", lines))
+            tables.show(plan_table(f"{self.target} at the scale {self.scale}", lines, at_once))
         return 0
 
     def _make(self, comparisons: "Sequence[Comparison]") -> int:
@@ -386,13 +395,20 @@ class Reproduce:
         from plures.lab.experiments.draw import draw
         from plures.lab.experiments.reproduce import TARGETS
 
+        folder = write.writable(self.out)
         found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
-        choose = TARGETS[self.target].columns
+        target = TARGETS[self.target]
+        documents = {}
         for comparison, rows in zip(comparisons, found, strict=True):
-            chosen = choose(rows)
-            name = f"{self.target}-{comparison.name}"
-            paths = write.write(self.out, name, rows, chosen, write.about(rows))
-            _show_comparison(f"{self.target}, {comparison.name}", rows, chosen, paths, self.json)
+            chosen = target.columns(rows)
+            about = write.about(rows) | target.notes
+            paths = write.write(folder, f"{self.target}-{comparison.name}", rows, chosen, about)
+            documents[comparison.name] = write.document(rows, about)
+            _tell_failures(rows)
+            if not self.json:
+                _show_comparison(f"{self.target}, {comparison.name}", rows, chosen, paths)
+        if self.json:
+            _print_json({"target": self.target, "scale": self.scale, "tables": documents})
         if self.target.startswith("figure"):
             pairs = list(zip(comparisons, found, strict=True))
             drawn = draw(self.target, pairs, self.out / f"{self.target}-{self.scale}", self.data_dir)
@@ -458,20 +474,18 @@ def usual_settings(recipe: str, method: str) -> Settings:
     return Settings(**{one.name: getattr(usual, one.name) for one in fields(usual)})
 
 
-def _show_comparison(
-    title: str, rows: "Sequence[Row]", columns: "Sequence[Column]", paths: Sequence[Path], as_json: bool
-) -> None:
-    """Show a table with its legend and where it was written; failures are named whatever is asked for."""
+def _show_comparison(title: str, rows: "Sequence[Row]", columns: "Sequence[Column]", paths: Sequence[Path]) -> None:
+    """Show a table with its legend and where it was written."""
     from plures.lab import tables
     from plures.lab.experiments import write
 
+    tables.show(write.table(title, rows, columns), write.legend(rows), f"written: {', '.join(map(str, paths))}")
+
+
+def _tell_failures(rows: "Sequence[Row]") -> None:
     for row in rows:
         for failure in row.failures:
             print(f"plures: {row.name} failed with {failure}", file=sys.stderr)
-    if as_json:
-        print(paths[0].read_text(), end="")
-    else:
-        tables.show(write.table(title, rows, columns), write.legend(rows), f"written: {', '.join(map(str, paths))}")
 
 
 def _measured() -> dict[str, float | None]:

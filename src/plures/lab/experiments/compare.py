@@ -15,6 +15,7 @@ from plures.lab.experiments.execute import OnRay, Pool, Processes, default_jobs,
 from plures.lab.experiments.jobs import Comparison, Job, unique
 from plures.lab.experiments.results import Finished, Row, check_same_data, published, read_costs
 from plures.lab.experiments.watch import Watch
+from plures.lab.options import METHOD_NAMES
 from plures.lab.run import data_for, ensemble_for, network_for
 from plures.lab.runfolder import RunFolder
 
@@ -52,22 +53,37 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
     failures: dict[Path, str] = {}
     epochs: dict[Path, int] = {}
     for job in jobs:
+        refuse_others(job)
+    wanted = [job for job in jobs if not is_done(job)]
+    for job in wanted:
         try:
             epochs[job.run] = prepare(job, data_dir)
-        except UnfitError as error:
+        except PluresError as error:
             failures[job.run] = str(error)
             print(f"{job.name}: failed: {error}", file=sys.stderr)
-    missing = [job for job in jobs if job.run in epochs and not is_done(job)]
-    done = len(epochs) - len(missing)
-    print(f"{len(jobs)} runs: {done} done before, {len(missing)} to make", file=sys.stderr)
+    missing = [job for job in wanted if job.run in epochs]
+    print(f"{len(jobs)} runs: {len(jobs) - len(wanted)} done before, {len(missing)} to make", file=sys.stderr)
     if not missing:
         return failures
-    with _pool(on, min(at_once or default_jobs(), len(missing)), data_dir) as pool, Watch(missing, epochs) as watch:
+    with _pool(on, at_once, data_dir) as pool, Watch(missing, epochs) as watch:
         return failures | run_all(missing, pool, watch)
 
 
-class UnfitError(PluresError):
-    """A run that cannot be made, while others can."""
+def refuse_others(job: Job) -> None:
+    """Refuse to go on where a run folder holds a run of other numbers.
+
+    refuse_others(job)
+    """
+    if not (job.run / "config.json").is_file():
+        return
+    before = RunFolder(job.run).config()
+    now = {"recipe": json.loads(json.dumps(job.recipe.as_json())), "method": METHOD_NAMES[job.variant.method]}
+    if differing := differences({key: before.get(key) for key in now}, now):
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise PluresError(
+            f"{job.run} holds a run of another configuration: {'; '.join(differing[:3])}{more}; choose another folder "
+            "with --runs, or the old configuration"
+        )
 
 
 def prepare(job: Job, data_dir: Path | None) -> int:
@@ -78,25 +94,13 @@ def prepare(job: Job, data_dir: Path | None) -> int:
     Data are decoded here, once, before several processes ask for them.
     """
     data = data_for(job.recipe, data_dir)
-    try:
-        network = network_for(job.recipe, len(data.classes), data.channels, data.size)
-        ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
-        folder = RunFolder(job.run)
-        if (job.run / "config.json").is_file():
-            before = folder.config()
-            now = {"recipe": job.recipe.as_json(), "method": type(ensemble).__name__, "options": ensemble.options()}
-            now = json.loads(json.dumps(now))  # as it comes back from the file
-            if differing := differences({key: before.get(key) for key in now}, now):
-                raise PluresError(
-                    f"{job.run} holds a run of another configuration: {'; '.join(differing[:3])}; choose another folder"
-                )
-    except PluresError as error:
-        raise UnfitError(str(error)) from error
+    network = network_for(job.recipe, len(data.classes), data.channels, data.size)
+    ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
     return sum(job.recipe.epochs.of(step.phase) for step in ensemble.plan())
 
 
-def _pool(on: Where, at_once: int, data_dir: Path | None) -> "AbstractContextManager[Pool]":
-    return OnRay(at_once, data_dir) if on == "ray" else Processes(at_once, data_dir)
+def _pool(on: Where, at_once: int | None, data_dir: Path | None) -> "AbstractContextManager[Pool]":
+    return OnRay(at_once, data_dir) if on == "ray" else Processes(at_once or default_jobs(), data_dir)
 
 
 def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> list[Row]:
@@ -108,7 +112,11 @@ def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> l
         failed = tuple(f"seed {job.recipe.seed}: {failures[job.run]}" for job in own if job.run in failures)
         row = Row(variant.name, finished, failures=failed)
         if finished:
-            row = replace(row, costs=read_costs(row), paper=comparison.paper.get(variant.name) or published(row))
+            # A table that brings the paper's figures has them all: what it lacks, the paper lacks.
+            paper = comparison.paper.get(variant.name) if comparison.paper else published(row)
+            row = replace(row, costs=read_costs(row), paper=paper)
         rows.append(row)
+    if not any(row.runs for row in rows):
+        raise PluresError(f"no run of {comparison.name} could be made: {next(iter(rows[0].failures), 'there is none')}")
     check_same_data([run for row in rows for run in row.runs])
     return rows

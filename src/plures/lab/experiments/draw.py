@@ -15,11 +15,9 @@ from plures.lab.experiments.figures import (
     published,
 )
 from plures.lab.experiments.jobs import Comparison
-from plures.lab.experiments.paper import TABLE1, TABLE3
+from plures.lab.experiments.paper import TABLE1, TABLE3, paper_members
 from plures.lab.experiments.results import Finished, Row, paper_data
 from plures.lab.run import open_run
-
-PAPER_MEMBERS = {"mimo": 2}  # all others have five
 
 
 def draw(
@@ -63,7 +61,7 @@ def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -
     series = []
     for name, found in points.items():
         row_of_paper = known.get(name)
-        paper = () if row_of_paper is None else (published(PAPER_MEMBERS.get(name, 5), row_of_paper),)
+        paper = () if row_of_paper is None else (published(paper_members(name, wide=False), row_of_paper),)
         series.append(Series(name, tuple(found), paper))
     return LinePanel(comparison.name, tuple(series))
 

@@ -1,5 +1,6 @@
 """Where runs are made: in processes of this machine, or by the workers of a Ray cluster."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,17 +20,21 @@ import torch
 from plures.errors import PluresError
 from plures.lab.experiments.jobs import Job
 from plures.lab.experiments.watch import Watch
-from plures.lab.experiments.worker import describe, make
+from plures.lab.experiments.worker import describe, reason_of
 from plures.lab.runfolder import RunFolder
 
 TICK = 1.0  # seconds between looks at the progress
-OUTPUT = "output.txt"  # what a run's process wrote, in its run folder
+OUTPUT = "output.txt"  # what the processes of a run wrote, in its run folder
+
+Reason = str | None  # why a run failed; None: it did not
 
 
 class Pool(Protocol):
-    """What `run_all` needs: somewhere to send a job to, and the reason if it failed."""
+    """What `run_all` needs: somewhere to send a job to, and how many it takes at a time."""
 
-    def submit(self, job: Job) -> "Future[str | None]": ...  # noqa: D102
+    at_once: int
+
+    def submit(self, job: Job) -> "Future[Reason]": ...  # noqa: D102
 
 
 def run_all(jobs: Sequence[Job], pool: Pool, watch: Watch) -> dict[Path, str]:
@@ -41,13 +46,18 @@ def run_all(jobs: Sequence[Job], pool: Pool, watch: Watch) -> dict[Path, str]:
     A run that fails stops no other.
     """
     failures = {}
-    open_runs = {pool.submit(job): job for job in jobs}
-    while open_runs:
-        done, _ = wait(open_runs, timeout=TICK, return_when=FIRST_COMPLETED)
+    waiting = list(reversed(jobs))
+    running: dict[Future[Reason], Job] = {}
+    while waiting or running:
+        while waiting and len(running) < pool.at_once:
+            job = waiting.pop()
+            watch.started(job)
+            running[pool.submit(job)] = job
+        done, _ = wait(running, timeout=TICK, return_when=FIRST_COMPLETED)
         for future in done:
-            job = open_runs.pop(future)
-            reason = future.result()
-            if reason is None and not (job.run / "metrics.json").is_file():
+            job = running.pop(future)
+            reason = _reason(future)
+            if reason is None and not is_done(job):
                 reason = f"nothing arrived in {job.run}: all machines must see the same folder"
             if reason is not None:
                 failures[job.run] = reason
@@ -62,20 +72,23 @@ class Processes(AbstractContextManager["Processes"]):
         with Processes(2, data_dir) as pool:
             reason = pool.submit(job).result()
 
-    Each run has one core, however many run at a time: so the figures do not depend on it. On a machine with GPUs each
-    has one of them, in turn.
+    Each run has one core, however many run at a time: so the figures do not depend on it. On a machine with CUDA each
+    has one GPU, in turn. Leaving the pool ends its processes.
     """
 
     def __init__(self, at_once: int, data_dir: Path | None) -> None:
+        self.at_once = at_once
         self.data_dir = data_dir
         self._threads = ThreadPoolExecutor(at_once)
+        self._lock = threading.Lock()  # of the two below: nothing may start once the pool is left
         self._running: set[subprocess.Popen[str]] = set()
+        self._closed = False
         self._before: Any = None  # what SIGTERM did
-        self._devices: SimpleQueue[int] = SimpleQueue()
+        self._slots: SimpleQueue[int] = SimpleQueue()
         for number in range(at_once):
-            self._devices.put(number)
+            self._slots.put(number)
 
-    def submit(self, job: Job) -> "Future[str | None]":
+    def submit(self, job: Job) -> "Future[Reason]":
         """Queue a job; its result is the reason why it failed, or None."""
         return self._threads.submit(self._make, job)
 
@@ -90,29 +103,46 @@ class Processes(AbstractContextManager["Processes"]):
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in list(self._running):
-            process.terminate()
-        self._threads.shutdown(wait=True)
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.terminate()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self, job: Job) -> str | None:
-        device = self._devices.get()
+    def _make(self, job: Job) -> Reason:
+        slot = self._slots.get()
         try:
             job.run.mkdir(parents=True, exist_ok=True)
-            output = job.run / OUTPUT
-            with output.open("w") as file:
-                command = [sys.executable, "-m", "plures.lab.experiments.worker"]
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=file, stderr=file, text=True, env=_environment(device)
-                )
-                self._running.add(process)
-                process.communicate(describe(job, self.data_dir))
+            with (job.run / OUTPUT).open("a") as file:
+                process = self._start(file, slot)
+                if process is None:
+                    return "it was not begun"
+                with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
+                    process.stdin.write(describe(job, self.data_dir) + "\n")  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+                said = process.stdout.read()  # type: ignore[union-attr]
+                code = process.wait()
+            with self._lock:
                 self._running.discard(process)
-            return None if process.returncode == 0 else _reason(process.returncode, output)
+            process.stdin.close()  # type: ignore[union-attr]
+            process.stdout.close()  # type: ignore[union-attr]
+            return None if code == 0 else said.strip() or _ending(code, job.run / OUTPUT)
         except OSError as error:
-            return f"cannot make {job.run}: {error.strerror}"
+            return f"cannot work in {job.run}: {error.strerror}"
         finally:
-            self._devices.put(device)
+            self._slots.put(slot)
+
+    def _start(self, errors: Any, slot: int) -> "subprocess.Popen[str] | None":
+        command = [sys.executable, "-m", "plures.lab.experiments.worker"]
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._closed:
+                return None
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=_environment(slot)
+            )
+            self._running.add(process)
+            return process
 
 
 class OnRay(AbstractContextManager["OnRay"]):
@@ -121,10 +151,11 @@ class OnRay(AbstractContextManager["OnRay"]):
         with OnRay(2, data_dir) as pool:
             reason = pool.submit(job).result()
 
-    All machines must have plures installed and see the same folders.
+    All machines must have plures installed and see the same folders. Without a number, as many runs go on at a time as
+    the cluster has GPUs, or else cores.
     """
 
-    def __init__(self, at_once: int, data_dir: Path | None) -> None:
+    def __init__(self, at_once: int | None, data_dir: Path | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
         try:
             ray: Any = import_module("ray")
@@ -135,14 +166,18 @@ class OnRay(AbstractContextManager["OnRay"]):
         try:
             ray.init(address="auto", **quiet)
         except ConnectionError:  # no cluster: make one of this machine's cores
-            ray.init(num_cpus=at_once, include_dashboard=False, **quiet)
-        needs = {"num_cpus": 1, "num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}
-        self._task = ray.remote(**needs, max_retries=0)(_on_worker)
+            ray.init(num_cpus=at_once or default_jobs(), include_dashboard=False, **quiet)
+        found = ray.cluster_resources()
+        gpus = int(found.get("GPU", 0))
+        self.at_once = at_once or gpus or int(found["CPU"])
+        self._task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(_on_worker)
         self.data_dir = data_dir
 
-    def submit(self, job: Job) -> "Future[str | None]":
+    def submit(self, job: Job) -> "Future[Reason]":
         """Queue a job; its result is the reason why it failed, or None."""
-        return _caught(self._task.remote(describe(job, self.data_dir)).future())
+        job.run.mkdir(parents=True, exist_ok=True)
+        future: Future[Reason] = self._task.remote(describe(job, self.data_dir), str(job.run / OUTPUT)).future()
+        return future
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -155,9 +190,10 @@ def default_jobs() -> int:
 
     Processes(default_jobs(), data_dir)
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type != "mps":
-        return torch.accelerator.device_count()
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if torch.accelerator.is_available():  # one device that all would share
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -167,6 +203,14 @@ def is_done(job: Job) -> bool:
     missing = [job for job in jobs if not is_done(job)]
     """
     return RunFolder(job.run).finished and (job.run / "metrics.json").is_file()
+
+
+def _reason(future: "Future[Reason]") -> Reason:
+    """Turn whatever went wrong into words: the other runs shall go on."""
+    try:
+        return future.result()
+    except Exception as error:
+        return f"its worker was lost: {type(error).__name__} {error}".strip().splitlines()[0]
 
 
 def _leave(number: int, frame: object) -> NoReturn:
@@ -182,32 +226,14 @@ def _environment(slot: int) -> dict[str, str]:
     return own
 
 
-def _reason(code: int, output: Path) -> str:
+def _ending(code: int, output: Path) -> str:
     if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"its process ended with code {code}"
+        known = {one.value: one.name for one in signal.Signals}
+        return f"its process was ended by {known.get(-code, f'signal {-code}')}"
+    return f"its process ended with code {code}; see {output}"
 
 
-def _on_worker(description: str) -> str | None:
-    """Make a run in a worker of Ray; errors become words, because their classes may not exist elsewhere."""
+def _on_worker(description: str, output: str) -> Reason:
     torch.set_num_threads(1)
-    try:
-        make(description)
-    except PluresError as error:
-        return str(error)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _caught(future: "Future[str | None]") -> "Future[str | None]":
-    """Turn the death of a worker, which Ray raises, into a reason like any other."""
-    told: Future[str | None] = Future()
-
-    def tell(done: "Future[str | None]") -> None:
-        error = done.exception()
-        told.set_result(done.result() if error is None else f"its worker was lost: {str(error).splitlines()[0]}")
-
-    future.add_done_callback(tell)
-    return told
+    with Path(output).open("a") as file, contextlib.redirect_stderr(file):
+        return reason_of(description)

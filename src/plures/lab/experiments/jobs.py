@@ -51,7 +51,7 @@ class Variant:
     @property
     def folder(self) -> str:
         """Where its runs are: the same variant has one folder, however a table calls it."""
-        return re.sub(r"[^\w.]+", "-", " ".join([self.method, *self.settings, *self._more()])).lower()
+        return re.sub(r"[^\w.=-]+", "-", " ".join([self.method, *self.settings, *self._more()])).lower()
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Give a recipe as this variant uses it."""
@@ -103,7 +103,8 @@ class Comparison:
 
         Comparison("digits", get_recipe("digits"), (Variant("deterministic"), Variant("mimo")), seeds=(0, 1, 2))
 
-    `paper` holds what was published for a variant, by its name.
+    `paper` holds what was published for a variant, by its name; `members` are for all methods, also those that usually
+    have fewer.
     """
 
     name: str
@@ -111,23 +112,23 @@ class Comparison:
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...] = (0,)
     paper: Mapping[str, Published] = field(default_factory=dict)
+    members: int | None = None
 
     def __post_init__(self) -> None:
-        names = [variant.name for variant in self.variants]
-        if doubled := next((name for name in names if names.count(name) > 1), None):
-            raise PluresError(f"the method {doubled} is named more than once: leave one out")
+        for names in ([one.name for one in self.variants], [one.folder for one in self.variants]):
+            if doubled := next((name for name in names if names.count(name) > 1), None):
+                raise PluresError(f"the method {doubled} is named more than once: leave one out")
 
     def jobs(self, runs: Path) -> list[Job]:
         """List the runs: those of the first seed come first, so that a first table is there soon."""
-        return [
-            Job(
-                variant.recipe(replace(self.recipe, seed=seed)),
-                variant,
-                runs / self.name / variant.folder / f"seed-{seed}",
-            )
-            for seed in self.seeds
-            for variant in self.variants
-        ]
+        jobs = []
+        for seed in self.seeds:
+            for variant in self.variants:
+                recipe = variant.recipe(replace(self.recipe, seed=seed))
+                if self.members is not None:
+                    recipe = replace(recipe, members=self.members)
+                jobs.append(Job(recipe, variant, runs / self.name / variant.folder / f"seed-{seed}"))
+        return jobs
 
 
 def unique(jobs: Iterable[Job]) -> list[Job]:

@@ -117,3 +117,13 @@ MC_DROPOUT_NOTE = (
     "The paper contradicts itself on MC dropout for CIFAR10: table 1 gives NLL .191 and ECE .0202, "
     "table 3 gives .287 and .0415, at the same accuracy; it does not say why."
 )
+
+
+def paper_members(method: str, wide: bool) -> int:
+    """
+    >>> paper_members("mimo", wide=False), paper_members("deep-ensemble", wide=True)
+    (2, 5)
+
+    Tell how many members the paper's figures are of.
+    """
+    return {"deterministic": 1, "mc-dropout": 30, "mimo": 3 if wide else 2}.get(method, 5)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from plures.lab import tables
 from plures.lab.cost import estimate
+from plures.lab.experiments.costs import one_thread
 from plures.lab.experiments.execute import is_done
 from plures.lab.experiments.jobs import Comparison
 
@@ -37,7 +38,8 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
     for variant in comparison.variants:
         own = [job for job in jobs if job.variant == variant]
         missing = [job for job in own if not is_done(job)]
-        found = estimate(own[0].recipe, variant.method, variant.settings)
+        with one_thread():  # as each run has
+            found = estimate(own[0].recipe, variant.method, variant.settings)
         yield Planned(
             comparison.name,
             variant.name,
@@ -49,10 +51,10 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
         )
 
 
-def plan_table(title: str, lines: Sequence[Planned]) -> Table:
-    """Show a plan with its sums.
+def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
+    """Show a plan with its sums; `at_once` runs go on at a time.
 
-    tables.show(plan_table("table1 at the scale cpu", lines))
+    tables.show(plan_table("table1 at the scale cpu", lines, at_once=2))
     """
     headings = ["recipe", "method", "runs", "done", "epochs", "time here", "disk"]
     rows = [
@@ -68,12 +70,12 @@ def plan_table(title: str, lines: Sequence[Planned]) -> Table:
         for line in lines
     ]
     sums = [
-        "together",
+        f"together, {at_once} at a time",
         "",
         str(sum(line.runs for line in lines)),
         str(sum(line.done for line in lines)),
         f"{sum(line.epochs for line in lines):,}",
-        tables.roughly(sum(line.seconds or 0 for line in lines)),
+        tables.roughly(sum(line.seconds or 0 for line in lines) / at_once),
         _megabytes(sum(line.bytes or 0 for line in lines)),
     ]
     return tables.table(title, headings, [*rows, sums], words=["recipe", "method"])

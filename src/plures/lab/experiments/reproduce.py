@@ -6,10 +6,11 @@ from typing import Literal
 
 from plures.errors import PluresError
 from plures.lab.experiments.jobs import Comparison, Variant
-from plures.lab.experiments.paper import TABLE3, Published
+from plures.lab.experiments.paper import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, MIMO_PAPER, PAPER, TABLE3, Published
 from plures.lab.experiments.results import PAPER_TITLE, Column, Row, columns, paper_data
 from plures.lab.options import unknown
 from plures.lab.recipes import get_recipe
+from plures.lab.tables import UNKNOWN
 
 Scale = Literal["paper", "cpu", "digits"]
 SCALES: tuple[Scale, ...] = ("paper", "cpu", "digits")
@@ -71,6 +72,7 @@ class Target:
     variants: Callable[[str], tuple[Variant, ...]]  # of a recipe
     columns: Callable[[Sequence[Row]], list[Column]] = columns
     paper: Mapping[str, Mapping[str, Published]] = field(default_factory=dict)  # where it is not table 1 or 2
+    notes: dict[str, str] = field(default_factory=lambda: {"paper": PAPER})
 
     def comparisons(self, scale: Scale, seeds: int | None = None, only: Sequence[str] = ()) -> list[Comparison]:
         """List the runs that the target needs, one comparison per recipe; `only` leaves out the other recipes."""
@@ -93,8 +95,23 @@ def ablation_columns(rows: Sequence[Row]) -> list[Column]:
     [column.title for column in ablation_columns(rows)]
     """
     every = {column.title: column for column in columns(rows)}
-    order = ("member accuracy %", "accuracy %", "NLL", "ECE", "agreement", "size", "training epochs", PAPER_TITLE)
-    return [every[title] for title in order if title in every]
+    order = ("member accuracy %", "accuracy %", "NLL", "ECE", "agreement", "size", "training epochs")
+    ours = [every[title] for title in order if title in every]
+    paper = Column("paper: member accuracy % / accuracy % / NLL / ECE / agreement", _paper_accuracy, _paper_cell)
+    return [*ours, paper] if PAPER_TITLE in every else ours
+
+
+def _paper_accuracy(row: Row) -> float | None:
+    return row.paper.accuracy if row.paper else None
+
+
+def _paper_cell(row: Row) -> str:
+    if row.paper is None:
+        return UNKNOWN
+    paper = row.paper
+    accuracies = [UNKNOWN if one is None else f"{100 * one:.1f}" for one in (paper.member_accuracy, paper.accuracy)]
+    others = [UNKNOWN if one is None else f"{one:.3g}" for one in (paper.nll, paper.ece, paper.agreement)]
+    return " / ".join(accuracies + others)
 
 
 def member_counts(recipe: str) -> tuple[Variant, ...]:
@@ -145,8 +162,21 @@ def _methods_with_members(recipe: str) -> tuple[Variant, ...]:
 
 TARGETS = {
     "table1": Target("all methods on four data sets", RESNETS, _methods, columns),
-    "table2": Target("all methods with a wide ResNet", WIDE_RESNETS, _methods_wide, columns),
-    "table3": Target("what each part contributes", CONVOLUTIONS, lambda recipe: ABLATION, ablation_columns, TABLE3),
+    "table2": Target(
+        "all methods with a wide ResNet",
+        WIDE_RESNETS,
+        _methods_wide,
+        columns,
+        notes={"paper": PAPER, f"of which {', '.join(sorted(FROM_MIMO_PAPER))}": MIMO_PAPER},
+    ),
+    "table3": Target(
+        "what each part contributes",
+        CONVOLUTIONS,
+        lambda recipe: ABLATION,
+        ablation_columns,
+        TABLE3,
+        notes={"paper": PAPER, "mc-dropout": MC_DROPOUT_NOTE},
+    ),
     "figure1": Target("the accuracy of each member", RESNETS, _methods_with_members),
     "figure2": Target("quality against the number of members", CIFARS, member_counts),
     "figure3": Target("quality against the number of members, with MIMO", CIFARS, member_counts_mimo),

@@ -1,11 +1,12 @@
 """From the configuration of a run back to the command that makes it."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plures.ensemble import Ensemble
+from torch import nn
+
 from plures.lab.options import NOT_OPTIONS, kebab, method_class, takes
 from plures.lab.recipes import RECIPES, Recipe
 from plures.lab.run import ensemble_for, network_for
@@ -29,7 +30,7 @@ def train_command(config: Mapping[str, Any], run: Path) -> str:
     for key in differing[nearest]:
         if key != "members" or takes(method_class(method), "members"):
             words += _option(key, own[key])
-    for setting in _settings(config):
+    for setting in special_settings(config):
         words += ["--set", setting]
     return shlex.join([*words, "--run", str(run)])
 
@@ -40,22 +41,28 @@ def missing_stages(config: Mapping[str, Any], records: Sequence[Mapping[str, Any
     missing_stages(folder.config(), folder.records())
     """
     done = {record["stage"] for record in records if record["epoch"] == record["epochs"]}
-    return [step.name for step in _as_usual(config).plan() if step.name not in done]
+    ensemble = method_class(kebab(config["method"]))(_network(config), **config["options"])
+    return [step.name for step in ensemble.plan() if step.name not in done]
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the method's options that are not what its constructor makes of this network by itself."""
-    usual = _as_usual(config).options()
-    for name, value in config["options"].items():
-        if name not in NOT_OPTIONS and value != _json(usual.get(name)):
-            yield f"{kebab(name)}={_word(value)}"
+def special_settings(config: Mapping[str, Any]) -> list[str]:
+    """Write the method's options that are not what its constructor makes of this network by itself.
+
+    special_settings(run.config)  # ['granularity=kernel']
+    """
+    recipe = Recipe.from_json(config["recipe"])
+    usual = ensemble_for(recipe, kebab(config["method"]), (), _network(config)).options()
+    return [
+        f"{kebab(name)}={_word(value)}"
+        for name, value in config["options"].items()
+        if name not in NOT_OPTIONS and value != _json(usual.get(name))
+    ]
 
 
-def _as_usual(config: Mapping[str, Any]) -> Ensemble:
-    """Make the ensemble of a run as it would be without special options."""
-    recipe, info = Recipe.from_json(config["recipe"]), config["data"]
-    network = network_for(recipe, len(info["classes"]), info["channels"], info["size"])
-    return ensemble_for(recipe, kebab(config["method"]), (), network)
+def _network(config: Mapping[str, Any]) -> nn.Module:
+    info = config["data"]
+    recipe = Recipe.from_json(config["recipe"])
+    return network_for(recipe, len(info["classes"]), info["channels"], info["size"])
 
 
 def _option(key: str, value: Any) -> list[str]:

@@ -1,17 +1,17 @@
 """Finished runs as the rows of a table: what they have in common, and what they differ in."""
 
-import inspect
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from plures.errors import PluresError
-from plures.lab.experiments.paper import TABLE1, TABLE2, Published
-from plures.lab.experiments.rerun import missing_stages, train_command
-from plures.lab.options import kebab, method_class
+from plures.lab.experiments.paper import TABLE1, TABLE2, Published, paper_members
+from plures.lab.experiments.rerun import missing_stages, special_settings, train_command
+from plures.lab.options import kebab
+from plures.lab.recipes import RECIPES
 from plures.lab.runfolder import RunFolder
 from plures.lab.tables import UNKNOWN, figure
 
@@ -201,11 +201,17 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise PluresError(f"there is no folder {folder}")
-        below = sorted(path.parent for path in folder.rglob("config.json"))
+        below = sorted(path.parent for path in folder.rglob("config.json") if _is_run(path.parent))
         if not below:
             raise PluresError(f"{folder} holds no run: no config.json in it or below it; make one with plures train")
         found |= dict.fromkeys(below)
     return list(found)
+
+
+def _is_run(folder: Path) -> bool:
+    """Other programs write a config.json, too."""
+    config = RunFolder(folder).config()
+    return isinstance(config, dict) and {"method", "recipe", "data", "options", "network"} <= set(config)
 
 
 def check_same_data(runs: Sequence[Finished]) -> None:
@@ -248,11 +254,14 @@ def published(row: Row) -> Published | None:
 
     published(row).nll
     """
-    config = row.runs[0].config
-    if special_options(config):
+    run = row.runs[0]
+    wide = "wide_resnet" in run.config["recipe"]["model"]
+    found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
+    members = paper_members(run.method, wide)
+    if found is None or special_settings(run.config) or run.metrics["members"] != members:
         return None
-    table = TABLE2 if "wide_resnet" in config["recipe"]["model"] else TABLE1
-    return table.get(paper_data(config["data"]["name"]), {}).get(row.runs[0].method)
+    usual = [asdict(recipe.for_method(run.config["method"]).epochs) for recipe in RECIPES.values()]
+    return found if run.config["recipe"]["epochs"] in usual else None
 
 
 def paper_data(name: str) -> str:
@@ -263,22 +272,6 @@ def paper_data(name: str) -> str:
     """
     whole, _, count = name.rpartition("-")
     return whole if whole and count.isdigit() else name
-
-
-def special_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """List the options of a method that are not as they are by default, without members and seed.
-
-    special_options(run.config)  # {'granularity': 'kernel'}
-    """
-    parameters = inspect.signature(method_class(kebab(config["method"]))).parameters
-    return {
-        name: value
-        for name, value in config["options"].items()
-        if name in parameters
-        and name not in ("members", "seed")
-        and parameters[name].default is not None  # what the network decides, such as roles
-        and value != parameters[name].default
-    }
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -295,8 +288,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    special = special_options(config)
-    return " ".join([kebab(config["method"]), *(f"{kebab(key)}={value}" for key, value in special.items())])
+    return " ".join([kebab(config["method"]), *special_settings(config)])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -328,7 +320,7 @@ def _cost(title: str, of: Callable[[Costs], float], pattern: str) -> Column:
 def _paper(row: Row) -> str:
     if row.paper is None:
         return UNKNOWN
-    return f"{100 * row.paper.accuracy:.1f} / {row.paper.nll:.3f} / {row.paper.ece:.4f}"
+    return f"{100 * row.paper.accuracy:.1f} / {row.paper.nll:.3g} / {row.paper.ece:.3g}"
 
 
 def _progress(folder: RunFolder) -> str:

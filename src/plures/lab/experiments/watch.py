@@ -38,6 +38,7 @@ class Watch(AbstractContextManager["Watch"]):
         self.epochs = epochs
         self.console = Console(stderr=True, highlight=False)
         self.before = {job.run: _records(job) for job in jobs}  # what earlier sessions did tells nothing of the speed
+        self.begun: set[Path] = set()
         self.results: dict[Path, str | None] = {}
         self._started = self._last_line = time.monotonic()
         self._live: Live | None = None
@@ -54,6 +55,10 @@ class Watch(AbstractContextManager["Watch"]):
         if self._live is not None:
             self._live.stop()
 
+    def started(self, job: Job) -> None:
+        """Show that a run begins."""
+        self.begun.add(job.run)
+
     def ended(self, job: Job, reason: str | None) -> None:
         """Show that a run came to its end."""
         self.results[job.run] = reason
@@ -69,7 +74,7 @@ class Watch(AbstractContextManager["Watch"]):
             self.console.print(Text(self._left()), soft_wrap=True)
 
     def _running(self) -> list[Job]:
-        return [job for job in self.jobs if job.run not in self.results and _records(job) > self.before[job.run]]
+        return [job for job in self.jobs if job.run in self.begun and job.run not in self.results]
 
     def _result(self, job: Job) -> str:
         reason = self.results[job.run]
@@ -87,9 +92,8 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _done(self) -> tuple[int, int]:
         """Count the epochs made here, and those that were to be made."""
-        made = {job.run: _records(job) for job in self.jobs}
-        for run in self.results:  # a run that failed has no more to do
-            made[run] = self.epochs[run]
+        # What failed was neither made nor is it to be waited for.
+        made = {job.run: _records(job) for job in self.jobs if self.results.get(job.run) is None}
         return (
             sum(made[run] - self.before[run] for run in made),
             sum(self.epochs[run] - self.before[run] for run in made),

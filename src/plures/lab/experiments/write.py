@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from plures.errors import PluresError
 from plures.lab import tables
 from plures.lab.bench.suite import machine
 from plures.lab.display import duration
@@ -42,10 +43,9 @@ def write(
 
     `about` says how the results came about: command, seeds, machine.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    document = {"about": about, "rows": [_as_json(row) for row in rows]}
+    writable(folder)
     contents = {
-        "json": json.dumps(document, indent=2, allow_nan=False) + "\n",
+        "json": json.dumps(document(rows, about), indent=2, allow_nan=False) + "\n",
         "md": markdown(rows, columns, about),
         "csv": as_csv(rows),
     }
@@ -54,6 +54,26 @@ def write(
         paths.append(folder / f"{name}.{suffix}")
         RunFolder(folder).write(paths[-1], text.encode())
     return paths
+
+
+def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
+    """Give a comparison as JSON values.
+
+    document(rows, {"command": "plures compare digits"})["rows"][0]["metrics"]["nll"]["mean"]
+    """
+    return {"about": dict(about), "rows": [_as_json(row) for row in rows]}
+
+
+def writable(folder: Path) -> Path:
+    """Make a folder for results; better before hours of training than after.
+
+    writable(Path("results"))
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PluresError(f"cannot make the folder {folder}: {error.strerror}; choose another one") from error
+    return folder
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]) -> str:
