@@ -25,9 +25,10 @@ bench: $(READY)  ## ratios measured side by side in one run
 	$(BIN)/plures bench --out benchmarks
 
 docs: $(READY)  ## regenerate what docs/results holds of embedded data
-	$(BIN)/plures reproduce table1 --scale digits --out docs/results
+	$(BIN)/plures reproduce table1 --scale digits --seeds 3 --out docs/results
 	$(BIN)/plures reproduce table3 --scale digits --out docs/results
-	$(BIN)/plures reproduce figure2 --scale digits --out docs/results
+	$(BIN)/plures reproduce figure2 --scale digits --seeds 3 --out docs/results
+	$(BIN)/python docs/include.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

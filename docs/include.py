@@ -15,9 +15,12 @@ def main() -> None:
 
 def included(text: str) -> str:
     """Return the page with the tables as they are now."""
-    return PLACE.sub(
-        lambda found: f"<!-- table {found[1]} -->\n{(DOCS / 'results' / f'{found[1]}.md').read_text()}<!-- end -->", text
-    )
+    return PLACE.sub(lambda found: f"<!-- table {found[1]} -->\n{table(found[1])}<!-- end -->", text)
+
+
+def table(name: str) -> str:
+    """Read a table that was made."""
+    return (DOCS / "results" / f"{name}.md").read_text()
 
 
 if __name__ == "__main__":
