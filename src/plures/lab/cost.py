@@ -88,14 +88,17 @@ def training_step(stage: Stage, recipe: Recipe, channels: int, size: int) -> Cal
         images = torch.randn(batch, channels, size, size, device=device_for())
         targets = torch.zeros(batch, dtype=torch.long, device=images.device)
         finish(images)
-        started = time.perf_counter()
+        # One thread's time at work is the time that it would take alone, however busy the machine is now.
+        alone = images.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        started = clock()
         with torch.autocast(images.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = stage(images.contiguous(memory_format=torch.channels_last), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         finish(images)
-        return time.perf_counter() - started
+        return clock() - started
 
     return step
 
