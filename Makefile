@@ -22,7 +22,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)  ## ratios measured side by side in one run
-	$(BIN)/plures bench --out benchmarks
+	$(BIN)/plures bench --full --out benchmarks
 
 docs: $(READY)  ## regenerate what docs/results holds of embedded data
 	$(BIN)/plures reproduce table1 --scale digits --seeds 3 --out docs/results

@@ -6,7 +6,7 @@ What is heavy is imported by the command that needs it: `--help` answers without
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
@@ -241,21 +241,25 @@ class Bench:
     json: Switch = False
     """Print JSON."""
 
-    after_interrupt: ClassVar[str] = "nothing was written"
+    after_interrupt: ClassVar[str] = "what was measured so far stands in the folder of --out"
 
     def __call__(self) -> int:
         """Measure, showing each ratio as it is found."""
         from plures.lab.bench import suite
 
-        found, costs = [], []
-        for ratio in suite.ratios(self.quick, self.full):
-            found.append(ratio)
-            print(ratio, file=sys.stderr)
-        for cost in () if self.quick else suite.costs():
-            costs.append(cost)
-            print(cost, file=sys.stderr)
-        if self.out is not None:
-            suite.write(self.out, found, costs)
+        found: list[Any] = []
+        costs: list[Any] = []
+
+        def keep(kept: list[Any], each: Iterable[Any]) -> None:
+            for one in each:
+                kept.append(one)
+                print(one, file=sys.stderr)
+                if self.out is not None:  # at once: what is measured is not lost when the rest is interrupted
+                    suite.write(self.out, found, costs)
+
+        keep(found, suite.ratios(self.quick))
+        keep(costs, () if self.quick else suite.costs())
+        keep(found, suite.all_large_ratios() if self.full else ())
         if self.json:
             _print_json({"machine": suite.machine(), "ratios": [asdict(one) | {"met": one.met} for one in found]})
         else:

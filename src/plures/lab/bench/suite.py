@@ -28,8 +28,8 @@ def precision_here() -> str:
     return "bf16" if resolve("auto", torch.device("cpu")) == "bf16" else "float32"
 
 
-def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio | LeftOut]:
-    """Measure a ResNet18: with `quick` only what has a bar; with `full` also a wide ResNet and a transformer.
+def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
+    """Measure a ResNet18: with `quick` only what has a bar.
 
     for ratio in ratios(quick=True): print(ratio)
     """
@@ -51,8 +51,15 @@ def ratios(quick: bool = False, full: bool = False) -> Iterator[Ratio | LeftOut]
         yield bf16_ratio(RESNET18, rounds=3)
     for batch in (1, 8):
         yield side_by_side_ratio(NARROW_RESNET, batch, rounds=9)
-    for subject in (WIDE_RESNET, TRANSFORMER) if full else ():
-        yield from large_ratios(subject, precision)
+
+
+def all_large_ratios() -> Iterator[Ratio | LeftOut]:
+    """Measure a wide ResNet and a transformer of the size of ViT-S.
+
+    for ratio in all_large_ratios(): print(ratio)
+    """
+    for subject in (TRANSFORMER, WIDE_RESNET):  # the quicker one first
+        yield from large_ratios(subject, precision_here())
 
 
 def large_ratios(
