@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_compare_writes_what_the_runs_measured(tmp_path: Path) -> None:
 def test_an_interrupted_comparison_repeats_no_finished_run(tmp_path: Path) -> None:
     words = ["compare", "digits", "--methods", *METHODS, "--jobs", "1", *SHORT_WORDS]
     command = [sys.executable, "-m", "plures", *words]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # A shell lets what it starts in the background ignore interrupts, and tests may be run so.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=listening)
     assert process.stderr is not None
     while "[1/3]" not in (line := process.stderr.readline()):
         assert line, "ended before the first run was made"

@@ -558,6 +558,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 import plures
 import test_lab_engine as t
 from plures.lab.engine import fit
@@ -570,6 +572,7 @@ ensemble = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run",
 plures.save(ensemble, folder / f"rank{rank}.safetensors")
 again = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", network=t.make_network(), quiet=True)
 assert again.trained == [0, 1]
+torch.distributed.destroy_process_group()  # threads that still run when the interpreter ends abort the process
 """
 LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=6, prune=1, finetune=6))
 

@@ -75,6 +75,8 @@ class Train:
 
     def __call__(self) -> int:
         """Train, and show what came out."""
+        from accelerate import PartialState
+
         from plures.lab import tables
         from plures.lab.display import duration
         from plures.lab.options import method_class, takes
@@ -85,6 +87,7 @@ class Train:
             raise PluresError(f"{self.method} has no members to count: leave out --members {self.settings.members}")
         run = self.run or Path("runs") / f"{self.recipe}-{self.method}-seed{self.settings.seed}"
         found = train(self.settings, self.method, run, settings=self.set, data_dir=self.data_dir, trackers=self.track)
+        PartialState().destroy_process_group()  # threads that still run when the interpreter ends abort the process
         if found and self.json:
             _print_json({"run": str(run), "test": found})
         elif found:
