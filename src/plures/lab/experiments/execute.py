@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import IO, Any, NoReturn, Protocol, Self, cast
 
 import torch
 
@@ -117,15 +117,10 @@ class Processes(AbstractContextManager["Processes"]):
                 process = self._start(file, slot)
                 if process is None:
                     return "it was not begun"
-                with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
-                    process.stdin.write(describe(job, self.data_dir) + "\n")  # type: ignore[union-attr]
-                    process.stdin.flush()  # type: ignore[union-attr]
-                said = process.stdout.read()  # type: ignore[union-attr]
+                said = _tell(process, describe(job, self.data_dir))
                 code = process.wait()
             with self._lock:
                 self._running.discard(process)
-            process.stdin.close()  # type: ignore[union-attr]
-            process.stdout.close()  # type: ignore[union-attr]
             return None if code == 0 else said.strip() or _ending(code, job.run / OUTPUT)
         except OSError as error:
             return f"cannot work in {job.run}: {error.strerror}"
@@ -211,6 +206,20 @@ def _reason(future: "Future[Reason]") -> Reason:
         return future.result()
     except Exception as error:
         return f"its worker was lost: {type(error).__name__} {error}".strip().splitlines()[0]
+
+
+def _tell(process: "subprocess.Popen[str]", description: str) -> str:
+    """Give a worker its job, and wait for what it says at its end."""
+    hears, says = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    with says:
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
+                hears.write(description + "\n")
+                hears.flush()
+            return says.read()
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                hears.close()  # only now: a worker ends when nobody can tell it anything
 
 
 def _leave(number: int, frame: object) -> NoReturn:
