@@ -1,5 +1,14 @@
 """Engines give the ensemble's answers, faster or in less memory."""
 
+import copy
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +46,75 @@ def test_with_folding_both_engines_give_the_same_bits_near_the_ensemble(ensemble
         lean, unfolded = (ensemble.engine(kind)(images) for kind in ("lean", "unfolded"))
         assert lean.equal(unfolded)
         torch.testing.assert_close(lean, ensemble(images), atol=1e-4, rtol=1e-3)
+
+
+def test_members_side_by_side_give_the_bits_of_one_thread_however_many_run(ensemble) -> None:
+    images = networks.images(7)
+    with torch.no_grad(), one_thread():
+        expected = ensemble.engine("unfolded")(images)
+    for threads in (1, 2, 5):
+        engine = ensemble.engine("unfolded", threads=threads)
+        with torch.no_grad():
+            assert engine(images).equal(expected)
+        in_batches = engine.predict(images, batch_size=3)
+        torch.testing.assert_close(in_batches.members, expected.softmax(-1), atol=1e-5, rtol=1e-4)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_members_side_by_side_run_in_the_modes_of_the_caller_and_leave_its_threads_alone() -> None:
+    engine = trained(networks.mlp(), members=3).engine("unfolded", threads=2)
+    before, images = torch.get_num_threads(), networks.images().requires_grad_()
+    engine(images).sum().backward()
+    assert images.grad is not None
+    assert bool(images.grad.any())
+    with torch.no_grad():
+        assert not engine(images).requires_grad
+    with torch.inference_mode():
+        assert engine(images).is_inference()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert engine(images).dtype == torch.bfloat16
+    assert torch.get_num_threads() == before
+    seen_by_new_thread: list[int] = []
+    thread = threading.Thread(target=lambda: seen_by_new_thread.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen_by_new_thread == [before]
+    assert copy.deepcopy(engine)(images).equal(engine(images))
+
+
+def test_an_error_of_a_member_that_runs_side_by_side_arrives() -> None:
+    engine = trained(networks.mlp(), members=3).engine("unfolded", threads=2)
+    with pytest.raises(RuntimeError, match="shape"):
+        engine(torch.zeros(2, 5))
+    assert engine(networks.images()).shape[0] == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_members_run_side_by_side_in_a_forked_process_too() -> None:
+    program = """
+import os, warnings, torch, networks, plures
+warnings.simplefilter("ignore")
+ensemble = plures.OrthogonalDropout(networks.mlp(), members=2, optimize_masks=False)
+for stage in ensemble.stages(): pass
+engine = ensemble.engine("unfolded", threads=2)
+engine(networks.images(2))
+child = os.fork()
+if child == 0:
+    engine(networks.images(2))
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, timeout=120)
+    assert run.returncode == 0
 
 
 def test_an_engine_leaves_the_ensemble_alone(ensemble) -> None:
@@ -99,6 +177,11 @@ def test_the_memory_allowed_chooses_the_engine() -> None:
     assert isinstance(ensemble.engine(), Unfolded)
     with pytest.raises(PluresError, match="kind='fast'; use one of lean, unfolded"):
         ensemble.engine("fast")  # type: ignore[arg-type]
+    for choice in ({"kind": "lean"}, {"memory": 1}):
+        with pytest.raises(PluresError, match="threads=2 needs the unfolded engine"):
+            ensemble.engine(**choice, threads=2)
+    with pytest.raises(PluresError, match="threads=0; it must be at least 1"):
+        ensemble.engine("unfolded", threads=0)
     for kind in (None, "lean", "unfolded"):
         with pytest.raises(PluresError, match="no member of this ensemble is trained"):
             plures.OrthogonalDropout(networks.mlp()).engine(kind)

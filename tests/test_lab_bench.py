@@ -2,13 +2,12 @@
 
 import json
 import math
-import threading
 
 import pytest
 import torch
 
 from plures.lab.bench import inference, size, suite
-from plures.lab.bench.inference import affordable_ratios, bf16_ratio, side_by_side, stacked
+from plures.lab.bench.inference import affordable_ratios, bf16_ratio, stacked
 from plures.lab.bench.measure import LeftOut, Ratio, race, ratio
 from plures.lab.bench.methods import MethodCost
 from plures.lab.bench.size import allocator_peak, memory_ratios
@@ -101,16 +100,6 @@ def test_what_would_take_too_long_is_left_out_with_the_reason(monkeypatch) -> No
         "prediction / 5 plain networks (small, batch 128, float32): left out, "
         "a pass of 5 plain networks would take 26 s, more than 5 s"
     )
-
-
-def test_members_side_by_side_give_the_same_in_order_and_leave_no_trace() -> None:
-    engine = finished(SMALL.make(), members=3).engine("unfolded")
-    running, threads = threading.active_count(), torch.get_num_threads()
-    with torch.no_grad():
-        torch.testing.assert_close(side_by_side(engine.run, 3, images(2)), engine(images(2)))
-    with pytest.raises(IndexError):
-        side_by_side(engine.run, 4, images(2))
-    assert (threading.active_count(), torch.get_num_threads()) == (running, threads)
 
 
 def test_the_textbook_chooses_what_we_choose() -> None:

@@ -13,10 +13,12 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plures.errors import PluresError
 from plures.masks import put_on
 from plures.predictor import Arguments, Predictor, arguments, call, logits_of, swapping
 from plures.private import Private
 from plures.role import Role, canonical, own_tensors, tensors
+from plures.threads import side_by_side
 
 if TYPE_CHECKING:
     from plures.methods.orthogonal_dropout import OrthogonalDropout
@@ -52,12 +54,18 @@ class Engine(Predictor, ABC):
 class Unfolded(Engine):
     """Predict with each member as a network of its own: k times the memory, nothing to mask.
 
-    engine = ensemble.engine("unfolded")
+        engine = ensemble.engine("unfolded")
+        engine = ensemble.engine("unfolded", threads=4)  # four members at a time, on one thread each
+
+    With `threads` the bits are those of torch on one thread, however many run side by side.
     """
 
-    def __init__(self, ensemble: OrthogonalDropout, fold: bool = True) -> None:
+    def __init__(self, ensemble: OrthogonalDropout, fold: bool = True, threads: int | None = None) -> None:
         super().__init__()
+        if threads is not None and threads < 1:
+            raise PluresError(f"threads={threads}; it must be at least 1")
         self.members = ensemble.trained
+        self.threads = threads
         pairs = foldable(ensemble) if fold else {}
         self.networks = nn.ModuleList()
         for member in self.members:
@@ -75,6 +83,15 @@ class Unfolded(Engine):
     def run(self, index: int, batches: list[Any]) -> Tensor:
         """Return the logits of one member for several batches, joined."""
         return torch.cat([logits_of(call(self.networks[index], batch)) for batch in batches])
+
+    def join(self, batches: list[Any]) -> Tensor:
+        """Return the logits of several batches, joined along the batch axis: members outside, batches inside."""
+        if self.threads is None or torch.compiler.is_compiling():
+            return super().join(batches)
+        pieces = [(index, batch) for index in range(len(self.members)) for batch in batches]
+        device = next(self.parameters()).device.type
+        logits = side_by_side(lambda piece: self.run(piece[0], [piece[1]]), pieces, self.threads, device)
+        return torch.stack([torch.cat(logits[at : at + len(batches)]) for at in range(0, len(pieces), len(batches))])
 
 
 class Lean(Engine):

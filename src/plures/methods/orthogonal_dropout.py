@@ -127,14 +127,23 @@ class OrthogonalDropout(Ensemble):
         """Return the logits of all trained members, [members, batch, classes]."""
         return self.join([Arguments(args, kwargs)])
 
-    def engine(self, kind: Kind | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
+    def engine(
+        self,
+        kind: Kind | None = None,
+        *,
+        memory: int | None = None,
+        fold: bool = True,
+        threads: int | None = None,
+    ) -> Engine:
         """Make an engine that predicts faster ("unfolded") or in less memory ("lean") than the ensemble's forward.
 
             engine = ensemble.engine("lean")
             engine = ensemble.engine(memory=200_000_000)  # unfolded if its weights fit into as many bytes, else lean
+            engine = ensemble.engine("unfolded", threads=4)  # many small members: four at a time, on one thread each
 
         With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. Both engines give
-        the same bits, and without `fold` those of the ensemble.
+        the same bits, and without `fold` those of the ensemble. With `threads` the last bits may differ from those,
+        because torch rounds some layers otherwise on another number of threads.
         """
         if kind not in (None, *get_args(Kind)):
             raise PluresError(f"kind={kind!r}; use one of {', '.join(get_args(Kind))}")
@@ -142,7 +151,11 @@ class OrthogonalDropout(Ensemble):
         if kind is None:
             unfolded = len(ready) * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
             kind = "unfolded" if memory is None or unfolded <= memory else "lean"
-        return Unfolded(self, fold) if kind == "unfolded" else Lean(self, fold)
+        if kind == "unfolded":
+            return Unfolded(self, fold, threads)
+        if threads is not None:
+            raise PluresError(f"threads={threads} needs the unfolded engine: in the lean one members share weights")
+        return Lean(self, fold)
 
     def join(self, batches: list[Any]) -> Tensor:
         """Return the logits of several batches, joined; each member is masked once for all of them."""

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -88,34 +87,18 @@ def bf16_ratio(subject: Subject, rounds: int) -> Ratio:
 
 
 def side_by_side_ratio(subject: Subject, batch: int, rounds: int, *, members: int = 10) -> Ratio:
-    """Compare members that run side by side, a thread each, with one after the other on all threads.
+    """Compare members that run side by side, on a thread each, with one after the other on all threads.
 
     print(side_by_side_ratio(NARROW_RESNET, batch=1, rounds=9))
     """
-    engine = finished(subject.make(), members).engine("unfolded")
-    inputs = images(batch)
-    name = "members side by side, a thread each / one after the other"
-    together = predicting(lambda x: side_by_side(engine.run, members, x), inputs, "float32")
-    setting = f"{subject.name}, {members} members, batch {batch}, float32, {torch.get_num_threads()} threads"
-    return next(race(setting, predicting(engine, inputs, "float32"), {name: together}, rounds))
-
-
-def side_by_side(run: Callable[[int, list[Any]], Tensor], members: int, inputs: Tensor) -> Tensor:
-    """Run members in a thread each, as many at a time as torch has threads.
-
-    logits = side_by_side(engine.run, 10, images)
-    """
     threads = torch.get_num_threads()
-
-    def one(index: int) -> Tensor:
-        with torch.no_grad():  # which each thread has for itself
-            return run(index, [inputs])
-
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return torch.stack(list(pool.map(one, range(members))))
-    finally:
-        torch.set_num_threads(threads)  # what a new thread told torch holds for later ones, too
+    ensemble = finished(subject.make(), members)
+    plain, together = (
+        predicting(ensemble.engine("unfolded", threads=number), images(batch), "float32") for number in (None, threads)
+    )
+    name = "members side by side, a thread each / one after the other"
+    setting = f"{subject.name}, {members} members, batch {batch}, float32, {threads} threads"
+    return next(race(setting, plain, {name: together}, rounds))
 
 
 def predicting(function: Callable[[Tensor], Any], inputs: Tensor, precision: str) -> Action:
