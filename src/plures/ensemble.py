@@ -1,6 +1,7 @@
 """Ensemble and Stage: the two names that every method implements."""
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -119,7 +120,7 @@ class Ensemble(Predictor, ABC):
         prediction = ensemble.predict(images)
 
     An ensemble only predicts: its networks stay in eval mode, whatever `train()` is told, and stages, which are copies,
-    do the training. A method implements `plan`, `open` and `forward`, and `options` for storage.
+    do the training. A method implements `plan`, `open` and `forward`.
     """
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
@@ -143,9 +144,13 @@ class Ensemble(Predictor, ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all trained members, [members, batch, classes]."""
 
-    @abstractmethod
     def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again.
+
+        Each is an attribute of its name; a method that keeps one in another form overrides this.
+        """
+        arguments = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in arguments if name not in ("network", "loss")}
 
     def stages(self) -> Iterator[Stage]:
         """Go through the stages that are not committed yet.

@@ -1,7 +1,7 @@
 """What the methods have in common that train one network in one stage."""
 
 import copy
-from abc import abstractmethod
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -12,6 +12,7 @@ from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
 from plures.initial import moments, restart
 from plures.layers import check_network
+from plures.rewrite import mean_over_members
 from plures.role import tensors
 
 Init = Literal["given", "fresh"]
@@ -27,9 +28,6 @@ class OneStage(Ensemble):
             def forward(self, *args, **kwargs):
                 self.require_trained()
                 return logits_of(self.network(*args, **kwargs)).unsqueeze(0)
-
-            def options(self):
-                return {}
 
     `built` is the network that the method made of the user's: the stage trains a copy of it. A method whose loss is not
     that of the network's logits overrides `stage`. With `ready` the ensemble can predict before it is trained.
@@ -50,10 +48,6 @@ class OneStage(Ensemble):
         self._member = member
         self._ready = ready
         self.eval()
-
-    @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all members, [members, batch, classes]."""
 
     def plan(self) -> list[Step]:
         """List the one stage."""
@@ -109,6 +103,30 @@ class OneStage(Ensemble):
     def set_extra_state(self, state: Tensor) -> None:
         """Take the progress from a state dict."""
         self.committed = bool(state)
+
+
+class ManyInOne(OneStage):
+    """Build a method whose one network returns the logits of all members, [members, batch, classes].
+
+        class Twice(ManyInOne):
+            def __init__(self, network, loss=None):
+                super().__init__(network, loss, Tiled(network, members=2, rows=Rows()))
+
+    It trains on the mean of the members' losses, all of them on the same targets.
+    """
+
+    stage_class = Stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        self.require_trained()
+        logits: Tensor = self.network(*args, **kwargs)
+        return logits
+
+    def stage(self, step: Step) -> Stage:
+        """Make the stage that `open` checks out."""
+        loss = functools.partial(mean_over_members, self.loss)
+        return self.stage_class(copy.deepcopy(self.network), step, loss, self.write)
 
 
 def started(network: nn.Module, init: Init, seed: int) -> nn.Module:

@@ -1,17 +1,16 @@
 """BatchEnsemble: one shared network, a vector before and after each layer per member (Wen, Tran and Ba, 2020)."""
 
 import copy
-import functools
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.ensemble import Loss, Stage, Step
+from plures.ensemble import Loss, Stage
 from plures.errors import PluresError
 from plures.layers import Layer
-from plures.one_stage import Init, OneStage, started
+from plures.one_stage import Init, ManyInOne, started
 from plures.partition import generator
 from plures.rewrite import (
     Rows,
@@ -20,7 +19,6 @@ from plures.rewrite import (
     around,
     check_members,
     layers_of,
-    mean_over_members,
     rehearse,
     replace,
     widths,
@@ -30,7 +28,28 @@ FactorInit = Literal["gaussian", "sign"]
 DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code
 
 
-class BatchEnsemble(OneStage):
+class BatchEnsembleStage(Stage):
+    """Train all members, with weight decay on everything but their factors.
+
+    torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
+    """
+
+    def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Give an optimizer what the stage trains: decay would pull the factors, which start around 1, to 0."""
+        factors = [
+            parameter
+            for module in self.modules()
+            if isinstance(module, Factors)
+            for parameter in (module.alpha, module.gamma)
+        ]
+        known = {id(parameter) for parameter in factors}
+        others = [
+            parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in known
+        ]
+        return [{"params": others, "weight_decay": weight_decay}, {"params": factors, "weight_decay": 0.0}]
+
+
+class BatchEnsemble(ManyInOne):
     """Give each member a pair of vectors per layer, and share all weights: y = layer(x * alpha) * gamma + bias.
 
         ensemble = plures.BatchEnsemble(network, members=5)
@@ -43,6 +62,8 @@ class BatchEnsemble(OneStage):
     them alone, and they and the biases get half the gradient. Norm layers are shared; with `private_norm` each member
     has batch norm of its own. Layers of other kinds are shared, as are the projections in `nn.MultiheadAttention`.
     """
+
+    stage_class = BatchEnsembleStage
 
     def __init__(
         self,
@@ -73,48 +94,6 @@ class BatchEnsemble(OneStage):
         self.private_norm = private_norm
         self.init = init
         self.seed = seed
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all members, [members, batch, classes]."""
-        self.require_trained()
-        logits: Tensor = self.network(*args, **kwargs)
-        return logits
-
-    def stage(self, step: Step) -> Stage:
-        """Make the stage that trains all members on the same samples."""
-        loss = functools.partial(mean_over_members, self.loss)
-        return BatchEnsembleStage(copy.deepcopy(self.network), step, loss, self.write)
-
-    def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
-        return {
-            "members": self.members,
-            "factors": self.factors,
-            "private_norm": self.private_norm,
-            "init": self.init,
-            "seed": self.seed,
-        }
-
-
-class BatchEnsembleStage(Stage):
-    """Train all members, with weight decay on everything but their factors.
-
-    torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
-    """
-
-    def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Give an optimizer what the stage trains: decay would pull the factors, which start around 1, to 0."""
-        factors = [
-            parameter
-            for module in self.modules()
-            if isinstance(module, Factors)
-            for parameter in (module.alpha, module.gamma)
-        ]
-        known = {id(parameter) for parameter in factors}
-        others = [
-            parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in known
-        ]
-        return [{"params": others, "weight_decay": weight_decay}, {"params": factors, "weight_decay": 0.0}]
 
 
 class Factors(nn.Module):

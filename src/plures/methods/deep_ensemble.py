@@ -102,16 +102,6 @@ class DeepEnsemble(Ensemble):
                 tensor.requires_grad_(False)
         return Stage(network, step, self.loss, self._commit)
 
-    def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
-        return {
-            "members": self.members,
-            "classifier": self.classifier,
-            "init": self.init,
-            "roles": self.roles,
-            "seed": self.seed,
-        }
-
     def state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors, as JSON values."""
         return {"committed": self.committed}

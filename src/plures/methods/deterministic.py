@@ -41,7 +41,3 @@ class Deterministic(OneStage):
         """Return the logits of the network, [1, batch, classes]."""
         self.require_trained()
         return logits_of(self.network(*args, **kwargs)).unsqueeze(0)
-
-    def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
-        return {"init": self.init, "seed": self.seed}

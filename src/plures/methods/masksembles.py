@@ -1,7 +1,5 @@
 """Masksembles: one network, a fixed set of channel masks whose overlap is chosen (Durasov et al., 2021)."""
 
-import copy
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plures.ensemble import Loss, Stage, Step
+from plures.ensemble import Loss
 from plures.errors import PluresError
-from plures.one_stage import Init, OneStage, started
+from plures.one_stage import Init, ManyInOne, started
 from plures.partition import generator
 from plures.rewrite import (
     Rows,
@@ -21,7 +19,6 @@ from plures.rewrite import (
     batched,
     check_members,
     layers_of,
-    mean_over_members,
     rehearse,
     run,
     widths,
@@ -32,7 +29,7 @@ LARGEST_SCALE = 6.0  # as in the authors' package: beyond it the masks hardly ov
 ATTEMPTS = 100_000  # the width asked for turns up in about one draw of ten
 
 
-class Masksembles(OneStage):
+class Masksembles(ManyInOne):
     """Give each member a fixed mask of the channels that it uses at each layer.
 
         ensemble = plures.Masksembles(network, members=5, scale=2.0)
@@ -75,27 +72,6 @@ class Masksembles(OneStage):
         self.layers = names
         self.init = init
         self.seed = seed
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all members, [members, batch, classes]."""
-        self.require_trained()
-        logits: Tensor = self.network(*args, **kwargs)
-        return logits
-
-    def stage(self, step: Step) -> Stage:
-        """Make the stage that trains each member on its group of each batch."""
-        loss = functools.partial(mean_over_members, self.loss)
-        return Stage(copy.deepcopy(self.network), step, loss, self.write)
-
-    def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
-        return {
-            "members": self.members,
-            "scale": self.scale,
-            "layers": self.layers,
-            "init": self.init,
-            "seed": self.seed,
-        }
 
 
 class Grouped(Tiled):

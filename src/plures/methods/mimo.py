@@ -12,13 +12,13 @@ from plures.ensemble import Loss, Stage, Step
 from plures.errors import PluresError
 from plures.initial import moments, restart
 from plures.layers import Layer, layers
-from plures.one_stage import Init, OneStage, started
+from plures.one_stage import Init, ManyInOne, started
 from plures.predictor import Arguments, arguments, logits_of
 from plures.rewrite import check_members, rehearse, widths
 from plures.role import canonical, nearest
 
 
-class MIMO(OneStage):
+class MIMO(ManyInOne):
     """Train one network on several images at once, stacked on the channel axis; each slot has its own head.
 
         ensemble = plures.MIMO(network, members=2, batch_repetition=4)
@@ -63,27 +63,9 @@ class MIMO(OneStage):
         self.init = init
         self.seed = seed
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all heads for the same images in all slots, [members, batch, classes]."""
-        self.require_trained()
-        logits: Tensor = self.network(*args, **kwargs)
-        return logits
-
     def stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
-
-    def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
-        return {
-            "members": self.members,
-            "batch_repetition": self.batch_repetition,
-            "input_repetition": self.input_repetition,
-            "first": self.first,
-            "last": self.last,
-            "init": self.init,
-            "seed": self.seed,
-        }
 
 
 class _Slots(nn.Module):

@@ -1,21 +1,17 @@
 """Packed-Ensembles: narrow members side by side, run in one pass by grouped layers (Laurent et al., 2023)."""
 
-import copy
-import functools
-from typing import Any
+from torch import nn
 
-from torch import Tensor, nn
-
-from plures.ensemble import Loss, Stage, Step
+from plures.ensemble import Loss
 from plures.errors import PluresError
 from plures.layers import Layer
-from plures.one_stage import OneStage
+from plures.one_stage import ManyInOne
 from plures.packed import Packing
-from plures.rewrite import Tiled, check_members, layers_of, mean_over_members, rehearse
+from plures.rewrite import Tiled, check_members, layers_of, rehearse
 from plures.role import nearest
 
 
-class PackedEnsemble(OneStage):
+class PackedEnsemble(ManyInOne):
     """Run members of a fraction of the width side by side, in one pass; each has the depth of the network.
 
         ensemble = plures.PackedEnsemble(network, members=4)
@@ -66,28 +62,6 @@ class PackedEnsemble(OneStage):
         self.first = first
         self.last = last
         self.seed = seed
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all members, [members, batch, classes]."""
-        self.require_trained()
-        logits: Tensor = self.network(*args, **kwargs)
-        return logits
-
-    def stage(self, step: Step) -> Stage:
-        """Make the stage that trains all members on the same samples."""
-        loss = functools.partial(mean_over_members, self.loss)
-        return Stage(copy.deepcopy(self.network), step, loss, self.write)
-
-    def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
-        return {
-            "members": self.members,
-            "alpha": self.alpha,
-            "gamma": self.gamma,
-            "first": self.first,
-            "last": self.last,
-            "seed": self.seed,
-        }
 
 
 def _ends(known: dict[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:
