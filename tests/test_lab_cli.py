@@ -365,7 +365,7 @@ def test_recipes_are_measured_without_data(
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
     small = Recipe(data="cifar10", model="resnet8", width=8, epochs=Epochs(1, 1, 1, 1), batch_size=8)
     chosen = {"small": small, "own": Recipe(data="my/birds", model="resnet8", width=8)}
-    monkeypatch.setattr("plures.lab.commands.RECIPES", chosen)
+    monkeypatch.setattr("plures.lab.commands.machine.RECIPES", chosen)
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["small"]["seconds"] > 0

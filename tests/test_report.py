@@ -18,7 +18,7 @@ from PIL import Image
 
 from plures import PluresError
 from plures.lab.cli import parse
-from plures.lab.commands import Train
+from plures.lab.commands.one_run import Train
 from plures.lab.config import describe
 from plures.lab.experiments.rerun import train_command
 from plures.lab.experiments.results import columns, rows_of

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 import tyro
 
 from plures.errors import PluresError
-from plures.lab.commands import COMMANDS, Command, Compare, Train, usual_settings
+from plures.lab.commands import COMMANDS
+from plures.lab.commands.common import Command, usual_settings
+from plures.lab.commands.many_runs import Compare
+from plures.lab.commands.one_run import Train
 from plures.lab.options import unknown
 from plures.version import __version__
 
