@@ -17,7 +17,9 @@ import pytest
 from filelock import FileLock
 
 from plures.errors import PluresError
+from plures.lab import tables
 from plures.lab.cli import main
+from plures.lab.experiments import write
 from plures.lab.experiments.compare import compare, make_runs
 from plures.lab.experiments.costs import relative
 from plures.lab.experiments.draw import draw
@@ -267,6 +269,30 @@ def test_bad_input_gets_one_sentence(
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("plures: ")
     assert expected in message
+
+
+def test_data_that_are_missing_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "digits", "--data", str(tmp_path / "nowhere"), "--runs", str(tmp_path / "runs")]
+    assert main(words) == 2
+    assert capsys.readouterr().err.count("There are no data") == 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 400])
+def test_a_table_breaks_no_number_however_narrow_the_terminal(
+    width: int, finished: tuple[Comparison, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison, runs = finished
+    (rows,) = compare([comparison], runs)
+    monkeypatch.setattr(tables, "WIDE", width)
+    write.show("digits", rows, columns(rows))
+    lines = capsys.readouterr().out.splitlines()
+    accuracy, *others = columns(rows)
+    for row in rows:
+        (line,) = [line for line in lines if line.startswith(row.name)]
+        assert accuracy.cell(row) in line
+        assert others[-1].cell(row) in line or width < 400
+    assert all(len(line) <= width for line in lines)
+    assert any("no room for:" in line and others[-1].title in " ".join(lines) for line in lines) == (width < 400)
 
 
 def test_another_configuration_in_the_folder_is_told_before_anything_is_run(

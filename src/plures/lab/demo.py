@@ -5,6 +5,8 @@ python -m plures.lab.demo
 Everything is kept in runs/demo: started again, it goes on where it stopped.
 """
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -46,14 +48,19 @@ def demonstrate(runs: Path) -> int:
     comparison = Comparison(RECIPE, get_recipe(RECIPE), variants(METHODS))
     (rows,) = compare([comparison], runs)
     title = f"the network of the recipe {RECIPE}, used three ways"
-    tables.show(write.table(title, rows, columns(rows)), write.legend(rows))
+    write.show(title, rows, columns(rows))
     if any(row.failures for row in rows):
         return 2
     folder = runs / RECIPE
     page = write_report([folder], runs / "report.html", data_dir=None, command=f"plures report {folder}")
     tables.show(f"The report: {page}")
-    tables.show(f"Try next: plures evaluate {folder / METHODS[1] / 'seed-0'} --shift")
+    tables.show(f"Try next: {_plures()} evaluate {folder / METHODS[1] / 'seed-0'} --shift")
     return 0
+
+
+def _plures() -> str:
+    """Name the command as it can be typed here: an environment that is not activated has it beside its Python."""
+    return "plures" if shutil.which("plures") else os.path.relpath(Path(sys.executable).with_name("plures"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # a list of recipes needs no torch
 
 UNKNOWN = "-"
 WIDE = 400  # where nobody looks at a screen, lines are not broken
+BETWEEN = 3  # spaces between two columns
 SHOWN = 10  # members whose values are listed one by one
 
 
@@ -25,10 +26,18 @@ def show(*parts: Table | str) -> None:
 
     show(scores_table("digits", found), "in runs/digits")
     """
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    printer = console()
     for part in parts:
-        console.print(Text(part) if isinstance(part, str) else part)
-    console.print()
+        printer.print(Text(part) if isinstance(part, str) else part)
+    printer.print()
+
+
+def console() -> Console:
+    """Make what prints: as wide as the terminal, or where none listens, as wide as anything.
+
+    console().width
+    """
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = ()) -> Table:
@@ -79,7 +88,7 @@ def roughly(seconds: float | None) -> str:
         if seconds >= length:
             amount = seconds / length
             return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return "1 second" if seconds < 1.5 else f"{seconds:.0f} seconds"
 
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:

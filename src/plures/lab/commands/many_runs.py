@@ -16,7 +16,7 @@ from plures.lab.recipes import get_recipe
 
 if TYPE_CHECKING:  # --help answers without torch
     from plures.lab.experiments.jobs import Comparison
-    from plures.lab.experiments.results import Column, Row
+    from plures.lab.experiments.results import Row
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,18 @@ class Compare:
 
     def __call__(self) -> int:
         """Run what is missing, and show the table."""
-        from plures.lab.experiments import write
-        from plures.lab.experiments.compare import compare
         from plures.lab.experiments.jobs import Comparison, variants
-        from plures.lab.experiments.results import columns
 
         if self.seeds < 1:
             raise PluresError(f"--seeds {self.seeds}: at least one is needed")
         seeds = tuple(range(self.settings.seed, self.settings.seed + self.seeds))
         members = self.settings.members if self.settings.members != get_recipe(self.recipe).members else None
         comparison = Comparison(self.recipe, self.settings, variants(self.methods), seeds, members=members)
+
+        from plures.lab.experiments import write  # only now: to say that a method is misspelt needs no torch
+        from plures.lab.experiments.compare import compare
+        from plures.lab.experiments.results import columns
+
         folder = write.writable(self.runs / self.recipe)
         (rows,) = compare([comparison], self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
         chosen = columns(rows)
@@ -75,7 +77,8 @@ class Compare:
         if self.json:
             print_json(write.document(rows, write.about(rows)))
         else:
-            _show_comparison(f"{self.recipe}: {self.settings.data}, {self.settings.model}", rows, chosen, paths)
+            title = f"{self.recipe}: {self.settings.data}, {self.settings.model}"
+            write.show(title, rows, chosen, f"written: {', '.join(map(str, paths))}")
         return 2 if any(row.failures for row in rows) else 0
 
 
@@ -162,7 +165,8 @@ class Reproduce:
             documents[comparison.name] = write.document(rows, about)
             _tell_failures(rows)
             if not self.json:
-                _show_comparison(f"{self.target}, {comparison.name}", rows, chosen, paths)
+                title = f"{self.target}, {comparison.name}"
+                write.show(title, rows, chosen, f"written: {', '.join(map(str, paths))}")
         if self.json:
             print_json({"target": self.target, "scale": self.scale, "tables": documents})
         if self.target.startswith("figure"):
@@ -205,14 +209,6 @@ class Report:
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
         print(write_report(self.runs, self.out, data_dir=self.data_dir, command=f"plures report {words}"))
         return 0
-
-
-def _show_comparison(title: str, rows: "Sequence[Row]", columns: "Sequence[Column]", paths: Sequence[Path]) -> None:
-    """Show a table with its legend and where it was written."""
-    from plures.lab import tables
-    from plures.lab.experiments import write
-
-    tables.show(write.table(title, rows, columns), write.legend(rows), f"written: {', '.join(map(str, paths))}")
 
 
 def _tell_failures(rows: "Sequence[Row]") -> None:

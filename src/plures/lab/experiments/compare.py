@@ -10,6 +10,7 @@ from typing import Literal
 
 from plures.errors import PluresError
 from plures.lab.config import differences
+from plures.lab.data import Data
 from plures.lab.experiments.costs import with_costs
 from plures.lab.experiments.execute import OnRay, Pool, Processes, default_jobs, is_done, run_all
 from plures.lab.experiments.jobs import Comparison, Job, unique
@@ -39,7 +40,8 @@ def compare(
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]
-    print("measuring sizes and speeds", file=sys.stderr)
+    if any(row.runs and row.costs is None for rows in tables for row in rows):
+        print("measuring sizes and speeds", file=sys.stderr)
     return [with_costs(rows) for rows in tables]
 
 
@@ -56,13 +58,18 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
         refuse_others(job)
     wanted = [job for job in jobs if not is_done(job)]
     for job in wanted:
+        # Decoded here, once, before several processes ask for them. Data that are missing are missing for every method.
+        data = data_for(job.recipe, data_dir)
         try:
-            epochs[job.run] = prepare(job, data_dir)
+            epochs[job.run] = count_epochs(job, data)
         except PluresError as error:
             failures[job.run] = str(error)
             print(f"{job.name}: failed: {error}", file=sys.stderr)
     missing = [job for job in wanted if job.run in epochs]
-    print(f"{len(jobs)} runs: {len(jobs) - len(wanted)} done before, {len(missing)} to make", file=sys.stderr)
+    begun = sum(RunFolder(job.run).log.is_file() for job in missing)
+    going_on = f" ({begun} of them begun before)" if begun else ""
+    done = len(jobs) - len(wanted)
+    print(f"{len(jobs)} runs: {done} done before, {len(missing)} to make{going_on}", file=sys.stderr)
     if not missing:
         return failures
     with _pool(on, at_once, data_dir) as pool, Watch(missing, epochs) as watch:
@@ -86,14 +93,11 @@ def refuse_others(job: Job) -> None:
         )
 
 
-def prepare(job: Job, data_dir: Path | None) -> int:
-    """See to it that a run can be made, and return how many epochs it has.
+def count_epochs(job: Job, data: Data) -> int:
+    """See to it that a run can be made of some data, and return how many epochs it has.
 
-        prepare(job, Path("data"))
-
-    Data are decoded here, once, before several processes ask for them.
+    count_epochs(job, data_for(job.recipe, Path("data")))
     """
-    data = data_for(job.recipe, data_dir)
     network = network_for(job.recipe, len(data.classes), data.channels, data.size)
     ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
     return sum(job.recipe.epochs.of(step.phase) for step in ensemble.plan())

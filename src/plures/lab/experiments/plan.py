@@ -12,6 +12,8 @@ from plures.lab.experiments.costs import one_thread
 from plures.lab.experiments.execute import is_done
 from plures.lab.experiments.jobs import Comparison
 
+START = 4.0  # seconds until the process of a run has imported everything, and to measure it in the end
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -46,7 +48,7 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
             len(own),
             len(own) - len(missing),
             found.epochs * len(missing) if found else 0,
-            found.seconds * len(missing) if found else None,
+            (found.seconds + START) * len(missing) if found else None,
             found.bytes * len(own) if found else None,
         )
 

@@ -130,20 +130,22 @@ class Column:
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Give the columns of a comparison; those that no row has a figure for are left out.
 
-    [[column.cell(row) for column in columns(rows)] for row in rows]
+        [[column.cell(row) for column in columns(rows)] for row in rows]
+
+    What matters most comes first: a narrow screen shows no more than fits.
     """
     every = [
         measured("accuracy %", "accuracy", "high", digits=1, scale=100),
         measured("NLL", "nll", "low"),
         measured("ECE", "ece", "low", digits=4),
-        measured("Brier", "brier", "low"),
-        measured("calibrated NLL", "calibrated_nll", "low"),
-        measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
-        measured("agreement", "agreement", None),
+        Column(PAPER_TITLE, lambda row: row.paper.accuracy if row.paper else None, _paper),
         _cost("size", lambda costs: costs.size, "{:.2f} x"),
         _cost("prediction", lambda costs: costs.prediction, "{:.1f} x"),
         _cost("training epochs", lambda costs: costs.epochs, "{:.0f}"),
-        Column(PAPER_TITLE, lambda row: row.paper.accuracy if row.paper else None, _paper),
+        measured("calibrated NLL", "calibrated_nll", "low"),
+        measured("Brier", "brier", "low"),
+        measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
+        measured("agreement", "agreement", None),
     ]
     return [column for column in every if any(column.value(row) is not None for row in rows)]
 

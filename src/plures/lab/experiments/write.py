@@ -5,6 +5,7 @@ import io
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -93,17 +94,18 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str,
     return "\n".join([*lines, "", *(f"- {note}" for note in [legend(rows), *notes])]) + "\n"
 
 
-def legend(rows: Sequence[Row]) -> str:
-    """Say how to read a comparison.
+def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
+    """Say how to read a comparison, where `bold` can be seen.
 
     print(legend(rows))
     """
     seeds = sorted({run.seed for row in rows for run in row.runs})
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed, no spread"
+    best = f"bold: best of those within {EFFICIENT:g} times the file of one network; " if bold else ""
     return (
-        f"seeds {', '.join(map(str, seeds))}: {spread}; bold: best of those within {EFFICIENT:g} times the file of one "
-        "network; size, prediction time and training are relative to one network, measured; agreement: inter-rater "
-        "kappa, lower is more diverse"
+        f"seeds {', '.join(map(str, seeds))}: {spread}; {best}size and prediction time: relative to one network; "
+        "training epochs: its time, in epochs of one network, measured; agreement: inter-rater kappa, lower is more "
+        "diverse"
     )
 
 
@@ -137,20 +139,53 @@ def as_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Show a comparison on a terminal.
+def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str) -> None:
+    """Print a comparison with its legend, and no more columns than the terminal has room for.
 
-    tables.show(table("digits", rows, columns(rows)))
+    show("digits", rows, columns(rows), "written: results.md")
     """
-    made = tables.table(title, ["method", *(column.title for column in columns)], [], words=["method"])
+    console = tables.console()
+    made = table(title, rows, columns, console.width)
+    left_out = [column.title for column in columns[len(made.columns) - 1 :]]
+    narrow = [f"no room for: {', '.join(left_out)}; a wider terminal and the files have them"] if left_out else []
+    tables.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
+
+
+def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int) -> Table:
+    """Make a table for a terminal: titles are broken if need be, columns left out before a number is broken.
+
+    tables.show(table("digits", rows, columns(rows), width=80))
+    """
+    titles = [column.title for column in columns]
+    if _width(rows, columns, titles) > width:
+        titles = [textwrap.fill(one.title, _narrowest(one, rows), break_long_words=False) for one in columns]
+    count = len(columns)
+    while count > 1 and _width(rows, columns[:count], titles[:count]) > width:
+        count -= 1
+    made = tables.table(title, ["method", *titles[:count]], [], words=["method"])
     for row in rows:
         if row.runs:
-            styles = ["bold" if column.best(rows) is row else "" for column in columns]
-            cells = [Text(column.cell(row), style) for column, style in zip(columns, styles, strict=True)]
+            styles = ["bold" if column.best(rows) is row else "" for column in columns[:count]]
+            cells = [Text(column.cell(row), style) for column, style in zip(columns, styles, strict=False)]
         else:
-            cells = [Text("failed", "red"), *(Text("") for _ in columns[1:])]
+            cells = [Text("failed", "red"), *(Text("") for _ in columns[1:count])]
         made.add_row(Text(row.name), *cells)
     return made
+
+
+def _width(rows: Sequence[Row], columns: Sequence[Column], titles: Sequence[str]) -> int:
+    """Give the width of a table whose titles are broken so."""
+    widths = [max(map(len, [*t.splitlines(), *_cells(one, rows)])) for one, t in zip(columns, titles, strict=True)]
+    return max(len(row.name) for row in rows) + sum(tables.BETWEEN + width for width in widths)
+
+
+def _narrowest(column: Column, rows: Sequence[Row]) -> int:
+    """Give the width below which a number, or a word of the title, would be broken."""
+    return max(map(len, [*column.title.split(), *_cells(column, rows)]))
+
+
+def _cells(column: Column, rows: Sequence[Row]) -> list[str]:
+    return [column.cell(row) for row in rows if row.runs]
 
 
 def _as_json(row: Row) -> dict[str, Any]:

@@ -65,7 +65,9 @@ def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
         value = column.cell(row).partition(" ±")[0] + (" %" if column.title.endswith("%") else "")
         word = "best" if column.better == "high" else "lowest"
         several = len(rows) > 1
-        found.append(Headline(f"{word} {short}" if several else short, value, meaning, row.name if several else ""))
+        size = f", {row.costs.size:.2f} x the file of one network" if row.costs else ""
+        whose = row.name + size if several else ""
+        found.append(Headline(f"{word} {short}" if several else short, value, meaning, whose))
     if len(rows) == 1 and details[0].members > 1:
         gain = details[0].metrics["accuracy"] - details[0].metrics["mean_member_accuracy"]
         found.append(Headline("gain from ensembling", f"{100 * gain:+.1f}", "points of accuracy over one member"))
