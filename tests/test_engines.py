@@ -18,6 +18,7 @@ import plures
 from plures import PluresError
 from plures.engines import Lean, PackedOwners, Unfolded, foldable
 from plures.masks import owned_part
+from plures.threads import side_by_side
 
 
 @pytest.fixture(params=networks.ALL, ids=lambda make: make.__name__, scope="module")
@@ -76,10 +77,13 @@ def test_members_side_by_side_run_in_the_modes_of_the_caller_and_leave_its_threa
     engine(images).sum().backward()
     assert images.grad is not None
     assert bool(images.grad.any())
-    with torch.no_grad():
-        assert not engine(images).requires_grad
-    with torch.inference_mode():
-        assert engine(images).is_inference()
+
+    def modes(_: object) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    for mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+        with mode:
+            assert side_by_side(modes, [0], threads=2) == [modes(0)]
     with torch.autocast("cpu", torch.bfloat16):
         assert engine(images).dtype == torch.bfloat16
     assert torch.get_num_threads() == before
@@ -89,6 +93,41 @@ def test_members_side_by_side_run_in_the_modes_of_the_caller_and_leave_its_threa
     thread.join()
     assert seen_by_new_thread == [before]
     assert copy.deepcopy(engine)(images).equal(engine(images))
+
+
+def test_members_side_by_side_can_be_transformed_and_traced() -> None:
+    ensemble = trained(networks.mlp(), members=3)
+    plain, engine = ensemble.engine("unfolded"), ensemble.engine("unfolded", threads=2)
+    images = networks.images(4)
+    gradients = [torch.func.grad(lambda x, e=e: e(x).sum())(images) for e in (plain, engine)]
+    assert bool(gradients[0].any())
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(torch.vmap(engine)(images.unsqueeze(1))[:, :, 0], plain(images).transpose(0, 1))
+    exported = torch.export.export(engine, (images,)).module()
+    torch.testing.assert_close(exported(2 * images), plain(2 * images))
+
+
+def test_no_member_runs_in_two_threads_at_a_time_and_calls_may_be_nested() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, networks.CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = x
+            logits = self.body(x)
+            assert self.seen is x
+            return logits
+
+    engine = trained(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4), Remembers()), members=2).engine(
+        "unfolded", threads=4
+    )
+    images = networks.images(64)
+    expected = engine.predict(images).members
+    torch.testing.assert_close(engine.predict(images, batch_size=1).members, expected)
+    with torch.no_grad():
+        nested = side_by_side(lambda batch: engine(batch), [images, images, images], threads=2)
+    torch.testing.assert_close(nested[2].softmax(-1), expected)
 
 
 def test_an_error_of_a_member_that_runs_side_by_side_arrives() -> None:

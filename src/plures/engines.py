@@ -86,12 +86,10 @@ class Unfolded(Engine):
 
     def join(self, batches: list[Any]) -> Tensor:
         """Return the logits of several batches, joined along the batch axis: members outside, batches inside."""
-        if self.threads is None or torch.compiler.is_compiling():
+        if self.threads is None or _transformed():
             return super().join(batches)
-        pieces = [(index, batch) for index in range(len(self.members)) for batch in batches]
-        device = next(self.parameters()).device.type
-        logits = side_by_side(lambda piece: self.run(piece[0], [piece[1]]), pieces, self.threads, device)
-        return torch.stack([torch.cat(logits[at : at + len(batches)]) for at in range(0, len(pieces), len(batches))])
+        members, device = range(len(self.members)), next(self.parameters()).device.type
+        return torch.stack(side_by_side(lambda index: self.run(index, batches), members, self.threads, device))
 
 
 class Lean(Engine):
@@ -202,6 +200,12 @@ class PackedOwners(nn.Module):
                 if factors is not None:
                     values[rows] *= factors[rows]
         return part
+
+
+def _transformed() -> bool:
+    """Whether torch compiles, traces or differentiates what is called now: it would not see it in another thread."""
+    functional = torch._C._functorch.peek_interpreter_stack() is not None
+    return functional or torch.compiler.is_compiling() or bool(torch._C._is_tracing())
 
 
 def foldable(ensemble: OrthogonalDropout) -> dict[str, str]:

@@ -149,8 +149,9 @@ class Ensemble(Predictor, ABC):
 
         Each is an attribute of its name; a method that keeps one in another form overrides this.
         """
-        arguments = inspect.signature(type(self)).parameters
-        return {name: getattr(self, name) for name in arguments if name not in ("network", "loss")}
+        arguments = inspect.signature(type(self)).parameters.values()
+        named = [one.name for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        return {name: getattr(self, name) for name in named if name not in ("network", "loss")}
 
     def stages(self) -> Iterator[Stage]:
         """Go through the stages that are not committed yet.

@@ -110,9 +110,9 @@ class ManyInOne(OneStage):
 
         class Twice(ManyInOne):
             def __init__(self, network, loss=None):
-                super().__init__(network, loss, Tiled(network, members=2, rows=Rows()))
+                super().__init__(network, loss, Tiled(copy.deepcopy(network), members=2, rows=Rows()))
 
-    It trains on the mean of the members' losses, all of them on the same targets.
+    It trains on the mean of the losses of what the network returns, unless the method overrides `stage`.
     """
 
     stage_class = Stage

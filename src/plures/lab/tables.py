@@ -88,7 +88,7 @@ def roughly(seconds: float | None) -> str:
         if seconds >= length:
             amount = seconds / length
             return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
-    return "1 second" if seconds < 1.5 else f"{seconds:.0f} seconds"
+    return "1 second" if 0.5 <= seconds < 1.5 else f"{seconds:.0f} seconds"
 
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:

@@ -35,8 +35,8 @@ def compare(
 
         rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
 
-    Runs that are finished are not made again, runs that were cut go on. A run that fails stops no other: its row tells
-    the reason.
+    Runs that are finished are not made again, runs that were cut go on. Data that are missing are told before anything
+    is made. A run that fails stops no other: its row tells the reason.
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]
@@ -58,7 +58,8 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
         refuse_others(job)
     wanted = [job for job in jobs if not is_done(job)]
     for job in wanted:
-        # Decoded here, once, before several processes ask for them. Data that are missing are missing for every method.
+        # Decoded here, once, before several processes ask for them. Data that are missing stop everything: it is better
+        # to hear of them now than after hours.
         data = data_for(job.recipe, data_dir)
         try:
             epochs[job.run] = count_epochs(job, data)

@@ -147,7 +147,7 @@ def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str)
     console = tables.console()
     made = table(title, rows, columns, console.width)
     left_out = [column.title for column in columns[len(made.columns) - 1 :]]
-    narrow = [f"no room for: {', '.join(left_out)}; a wider terminal and the files have them"] if left_out else []
+    narrow = [f"no room for: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
     tables.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
 
 
@@ -165,8 +165,7 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int
     made = tables.table(title, ["method", *titles[:count]], [], words=["method"])
     for row in rows:
         if row.runs:
-            styles = ["bold" if column.best(rows) is row else "" for column in columns[:count]]
-            cells = [Text(column.cell(row), style) for column, style in zip(columns, styles, strict=False)]
+            cells = [Text(one.cell(row), "bold" if one.best(rows) is row else "") for one in columns[:count]]
         else:
             cells = [Text("failed", "red"), *(Text("") for _ in columns[1:count])]
         made.add_row(Text(row.name), *cells)
@@ -176,7 +175,8 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int
 def _width(rows: Sequence[Row], columns: Sequence[Column], titles: Sequence[str]) -> int:
     """Give the width of a table whose titles are broken so."""
     widths = [max(map(len, [*t.splitlines(), *_cells(one, rows)])) for one, t in zip(columns, titles, strict=True)]
-    return max(len(row.name) for row in rows) + sum(tables.BETWEEN + width for width in widths)
+    first = max(len(name) for name in ("method", *(row.name for row in rows)))
+    return first + sum(tables.BETWEEN + width for width in widths)
 
 
 def _narrowest(column: Column, rows: Sequence[Row]) -> int:
