@@ -119,11 +119,13 @@ def _resident_elsewhere(subject: Subject, kind: str, path: Path, batch: int) -> 
 def _resident(name: str, kind: str, path: Path, batch: int) -> int:
     """Give the peak resident bytes of one prediction, after everything that made the network is gone."""
     subject = next(one for one in (RESNET18, WIDE_RESNET, TRANSFORMER) if one.name == name)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, 2**16)  # or what was freed stays with the process, sometimes more, sometimes less
     for warm in ("plain", "lean"):  # every process touches the same libraries before the measurement
         _predict(MAKERS[warm](subject, path), batch)
     network = MAKERS[kind](subject, path)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc.malloc_trim(0)
     CLEAR_REFS.write_text("5")  # starts a new peak
     _predict(network, batch)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
@@ -155,6 +157,7 @@ MAKERS: dict[str, Callable[[Subject, Path], nn.Module]] = {
     "unfolded": _engine("unfolded"),
     "5 separate networks": lambda subject, _: Separate(subject.make() for _ in range(5)).eval(),
 }
+MMAP_THRESHOLD = -3  # of mallopt: blocks that are larger are given back to the system as soon as they are freed
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux alone has it
 
 
