@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ import plures
 from plures import PluresError
 from plures.engines import Lean, PackedOwners, Unfolded, foldable
 from plures.masks import owned_part
-from plures.threads import side_by_side
+from plures.threads import one_thread, side_by_side
 
 
 @pytest.fixture(params=networks.ALL, ids=lambda make: make.__name__, scope="module")
@@ -59,16 +57,6 @@ def test_members_side_by_side_give_the_bits_of_one_thread_however_many_run(ensem
             assert engine(images).equal(expected)
         in_batches = engine.predict(images, batch_size=3)
         torch.testing.assert_close(in_batches.members, expected.softmax(-1), atol=1e-5, rtol=1e-4)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_members_side_by_side_run_in_the_modes_of_the_caller_and_leave_its_threads_alone() -> None:

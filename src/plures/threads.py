@@ -1,9 +1,10 @@
-"""Run small things side by side, on one thread each, where one alone cannot keep several cores busy."""
+"""How many threads torch uses: one on request, or one for each of several things that run side by side."""
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -14,6 +15,20 @@ Result = TypeVar("Result")
 
 _making = threading.Lock()
 _here = threading.local()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread on the CPU, and afterwards as many as before.
+
+    with one_thread(): network(images)
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def side_by_side(

@@ -5,8 +5,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from plures.lab.run import Run, device_for, network_for, open_run
 from plures.lab.runfolder import RunFolder
 from plures.methods.deterministic import Deterministic
 from plures.storage import save
+from plures.threads import one_thread
 
 ROUNDS = 9
 SHORTEST = 0.05  # seconds: what takes less is repeated, because clocks are coarse
@@ -81,20 +81,6 @@ def _seconds(action: Action, count: int, warm: bool = False) -> float:
     for _ in range(count):
         action()
     return clock() - started
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread on the CPU, so that the time at work is the time that passes.
-
-    with one_thread(): network(images)
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _kept(row: Row) -> Costs:

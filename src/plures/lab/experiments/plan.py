@@ -8,9 +8,9 @@ from rich.table import Table
 
 from plures.lab import tables
 from plures.lab.cost import estimate
-from plures.lab.experiments.costs import one_thread
 from plures.lab.experiments.execute import is_done
 from plures.lab.experiments.jobs import Comparison
+from plures.threads import one_thread
 
 START = 4.0  # seconds until the process of a run has imported everything, and to measure it in the end
 
