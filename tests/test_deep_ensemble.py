@@ -12,7 +12,7 @@ import networks
 import plures
 from networks import CLASSES, images, labels
 from plures import DeepEnsemble, PluresError
-from plures.role import own_tensors
+from plures.tensors import own_tensors
 
 
 def train(stage, steps=2):

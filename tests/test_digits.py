@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import plures
 from plures import metrics
-from plures.masks import unmasked
+from plures.methods.orthogonal_dropout.masks import unmasked
 
 EPOCHS = {"pretrain": 12, "prune": 4, "finetune": 12}
 

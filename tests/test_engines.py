@@ -14,9 +14,10 @@ from torch import nn
 import networks
 import plures
 from plures import PluresError
-from plures.engines import Lean, PackedOwners, Unfolded, foldable
-from plures.masks import owned_part
-from plures.threads import one_thread, side_by_side
+from plures.lab.timing.estimates import one_thread
+from plures.methods.orthogonal_dropout.engines.engines import Lean, PackedOwners, Unfolded, foldable
+from plures.methods.orthogonal_dropout.masks import owned_part
+from plures.threads import side_by_side
 
 
 @pytest.fixture(params=networks.ALL, ids=lambda make: make.__name__, scope="module")

@@ -18,21 +18,21 @@ from filelock import FileLock
 
 from plures.errors import PluresError
 from plures.lab import tables
-from plures.lab.cli import main
-from plures.lab.experiments import write
-from plures.lab.experiments.compare import compare, make_runs
-from plures.lab.experiments.costs import relative
-from plures.lab.experiments.draw import draw
-from plures.lab.experiments.execute import OUTPUT, Processes, run_all
-from plures.lab.experiments.jobs import Comparison, Job, Variant, variants
-from plures.lab.experiments.paper import TABLE1, TABLE3, Published
-from plures.lab.experiments.reproduce import SCALES, TARGETS
-from plures.lab.experiments.results import Finished, columns, published, rows_of
-from plures.lab.experiments.watch import Watch
-from plures.lab.experiments.worker import describe, make
-from plures.lab.experiments.write import as_csv, markdown
+from plures.lab.cli.main import main
+from plures.lab.compare import table as write
+from plures.lab.compare.compare import compare, make_runs
+from plures.lab.compare.jobs import Comparison, Job, Variant, variants
+from plures.lab.compare.pool import OUTPUT, Processes, run_all
+from plures.lab.compare.progress import Watch
+from plures.lab.compare.rows import Finished, columns, published, rows_of
+from plures.lab.compare.table import as_csv, markdown
+from plures.lab.compare.worker import describe, make
+from plures.lab.paper.draw import draw
+from plures.lab.paper.published import TABLE1, TABLE3, Published
+from plures.lab.paper.targets import SCALES, TARGETS
 from plures.lab.recipes import Epochs, get_recipe
-from plures.lab.runfolder import RunFolder
+from plures.lab.runs.folder import RunFolder
+from plures.lab.timing.costs import relative
 
 SHORT = replace(
     get_recipe("digits"),

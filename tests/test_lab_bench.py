@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 
-from plures.lab.bench import inference, size, suite
-from plures.lab.bench.inference import affordable_ratios, bf16_ratio, stacked
-from plures.lab.bench.measure import LeftOut, Ratio, race, ratio
-from plures.lab.bench.methods import MethodCost
-from plures.lab.bench.size import allocator_peak, memory_ratios
-from plures.lab.bench.subjects import CLASSES, Subject, finished, images
-from plures.lab.bench.training import TextbookTopK, data_ratios
 from plures.lab.models import resnet8
-from plures.masks import TopK
+from plures.lab.timing.bench import inference, size, suite
+from plures.lab.timing.bench.inference import affordable_ratios, bf16_ratio, stacked
+from plures.lab.timing.bench.measure import LeftOut, Ratio, race, ratio
+from plures.lab.timing.bench.methods import MethodCost
+from plures.lab.timing.bench.size import allocator_peak, memory_ratios
+from plures.lab.timing.bench.subjects import CLASSES, Subject, finished, images
+from plures.lab.timing.bench.training import TextbookTopK, data_ratios
+from plures.methods.orthogonal_dropout.masks import TopK
 
 SMALL = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
 
@@ -131,7 +131,7 @@ def test_results_are_written_for_people_and_machines(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["OrthogonalDropout", "DeepEnsemble"])
 def test_the_cost_of_a_method_is_relative_to_the_plain_network(monkeypatch, name: str) -> None:
-    from plures.lab.bench import methods
+    from plures.lab.timing.bench import methods
 
     monkeypatch.setattr(methods, "RESNET18", SMALL)
     monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name]})

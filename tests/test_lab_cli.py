@@ -13,8 +13,8 @@ from PIL import Image
 
 from plures import PluresError
 from plures.lab import demo, recipes
-from plures.lab.cli import main
-from plures.lab.options import METHOD_NAMES, kebab, method_class, method_options
+from plures.lab.cli.main import main
+from plures.lab.methods import METHOD_NAMES, kebab, method_class, method_options
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
 
 SMALL = [
@@ -246,7 +246,7 @@ def test_an_interrupted_training_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("plures.lab.train.fit", interrupted)
+    monkeypatch.setattr("plures.lab.training.train.fit", interrupted)
     assert main(["train", "--run", str(tmp_path / "run"), *SMALL]) == 130
     assert "the same command goes on" in capsys.readouterr().err
 
@@ -365,7 +365,7 @@ def test_recipes_are_measured_without_data(
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
     small = Recipe(data="cifar10", model="resnet8", width=8, epochs=Epochs(1, 1, 1, 1), batch_size=8)
     chosen = {"small": small, "own": Recipe(data="my/birds", model="resnet8", width=8)}
-    monkeypatch.setattr("plures.lab.commands.machine.RECIPES", chosen)
+    monkeypatch.setattr("plures.lab.cli.machine.RECIPES", chosen)
     assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["small"]["seconds"] > 0

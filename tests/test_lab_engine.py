@@ -23,10 +23,10 @@ from torch.nn import functional as F
 import plures
 from plures import PluresError
 from plures.lab.data import Data, DataInfo, Split
-from plures.lab.engine import fit
-from plures.lab.processes import Processes
 from plures.lab.recipes import Epochs, Recipe
-from plures.lab.runfolder import RunFolder
+from plures.lab.runs.folder import RunFolder
+from plures.lab.training.distributed import Processes
+from plures.lab.training.fit import fit
 
 CLASSES, SIZE = 3, 8
 RECIPE = Recipe(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
-from plures.masks import Keep, TopK, largest, owned_part
+from plures.methods.orthogonal_dropout.masks import Keep, TopK, largest, owned_part
 
 
 def setting(seed: int, shape: tuple[int, ...], free_share: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:

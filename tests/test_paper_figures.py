@@ -13,19 +13,10 @@ import pytest
 from PIL import Image
 
 from plures import PluresError
-from plures.lab.experiments import canvas
-from plures.lab.experiments.figures import (
-    BarPanel,
-    Bars,
-    LinePanel,
-    Point,
-    Series,
-    against_members,
-    member_bars,
-    published,
-)
-from plures.lab.experiments.paper import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, TABLE1, TABLE2, TABLE3, Published
-from plures.lab.options import METHOD_NAMES
+from plures.lab.methods import METHOD_NAMES
+from plures.lab.paper import canvas
+from plures.lab.paper.figures import BarPanel, Bars, LinePanel, Point, Series, against_members, member_bars, published
+from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, TABLE1, TABLE2, TABLE3, Published
 
 NAN = float("nan")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -94,7 +85,7 @@ def test_orthogonal_dropout_leads_as_the_paper_says() -> None:
 
 
 def test_the_tables_need_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, plures.lab.experiments.paper; print({'torch', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, plures.lab.paper.published; print({'torch', 'matplotlib'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plures.errors import PluresError
-from plures.partition import FREE, Partition, digits_per_word, generator, owner_shape, pack, sizes, unpack
+from plures.methods.orthogonal_dropout.file import digits_per_word, pack, unpack
+from plures.methods.orthogonal_dropout.partition import FREE, Partition, owner_shape, sizes
+from plures.seeding import generator
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 

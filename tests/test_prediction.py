@@ -6,7 +6,7 @@ from torch import nn
 
 import plures
 from plures import PluresError, Prediction
-from plures.predictor import chunks
+from plures.calling import chunks
 
 
 def trained(network: nn.Module, members: int = 3) -> plures.OrthogonalDropout:

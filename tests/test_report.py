@@ -17,18 +17,18 @@ import pytest
 from PIL import Image
 
 from plures import PluresError
-from plures.lab.cli import parse
-from plures.lab.commands.one_run import Train
-from plures.lab.config import describe
-from plures.lab.experiments.rerun import train_command
-from plures.lab.experiments.results import columns, rows_of
-from plures.lab.options import METHOD_NAMES, method_class, takes
+from plures.lab.cli.main import parse
+from plures.lab.cli.one_run import Train
+from plures.lab.compare.rerun import train_command
+from plures.lab.compare.rows import columns, rows_of
+from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.report.gather import Answers, Detail, gather
 from plures.lab.report.page import AT_ONCE, render
-from plures.lab.run import data_for, ensemble_for, network_for, open_run
-from plures.lab.train import train
+from plures.lab.runs.config import describe
+from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
+from plures.lab.training.train import train
 
 SMALL = replace(
     get_recipe("digits"),

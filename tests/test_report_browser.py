@@ -10,7 +10,7 @@ import pytest
 
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
-from plures.lab.train import train
+from plures.lab.training.train import train
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.webdriver.chrome.options import Options  # noqa: E402

@@ -6,7 +6,8 @@ from torch import nn
 
 import plures
 from plures import PluresError, Role
-from plures.role import canonical, check_roles
+from plures.methods.orthogonal_dropout.roles import check_roles
+from plures.tensors import canonical
 
 
 class Small(nn.Module):

@@ -18,36 +18,36 @@ from plures.version import __version__
 
 if TYPE_CHECKING:
     from plures import metrics
-    from plures.engines import Engine
     from plures.ensemble import Ensemble, Stage, Step
-    from plures.lab.engine import fit as fit
-    from plures.masks import Keep, TopK
+    from plures.lab.training.fit import fit as fit
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
     from plures.methods.deterministic import Deterministic
     from plures.methods.masksembles import Masksembles
     from plures.methods.mc_dropout import MCDropout
     from plures.methods.mimo import MIMO
-    from plures.methods.orthogonal_dropout import OrthogonalDropout
-    from plures.methods.packed_ensemble import PackedEnsemble
-    from plures.partition import Partition
+    from plures.methods.orthogonal_dropout.engines.engines import Engine
+    from plures.methods.orthogonal_dropout.masks import Keep, TopK
+    from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+    from plures.methods.orthogonal_dropout.partition import Partition
+    from plures.methods.orthogonal_dropout.roles import Role, roles
+    from plures.methods.packed_ensemble.method import PackedEnsemble
     from plures.prediction import Prediction
-    from plures.role import Role, roles
     from plures.storage import load, save
 
 _HOMES = {
-    "Engine": "plures.engines",
+    "Engine": "plures.methods.orthogonal_dropout.engines.engines",
     "Ensemble": "plures.ensemble",
-    "Keep": "plures.masks",
-    "Partition": "plures.partition",
+    "Keep": "plures.methods.orthogonal_dropout.masks",
+    "Partition": "plures.methods.orthogonal_dropout.partition",
     "Prediction": "plures.prediction",
-    "Role": "plures.role",
+    "Role": "plures.methods.orthogonal_dropout.roles",
     "Stage": "plures.ensemble",
     "Step": "plures.ensemble",
-    "TopK": "plures.masks",
-    "fit": "plures.lab.engine",  # needs the extra [lab]
+    "TopK": "plures.methods.orthogonal_dropout.masks",
+    "fit": "plures.lab.training.fit",  # needs the extra [lab]
     "load": "plures.storage",
-    "roles": "plures.role",
+    "roles": "plures.methods.orthogonal_dropout.roles",
     "save": "plures.storage",
     **METHODS,
 }

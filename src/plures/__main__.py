@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from plures.lab.cli import main
+    from plures.lab.cli.main import main
 except ModuleNotFoundError as error:  # the laboratory is optional, the library is not
     sys.exit(f"plures: the command line needs {error.name}: pip install 'plures[lab]'")
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plures.calling import call, logits_of
 from plures.errors import PluresError
-from plures.predictor import Predictor, call, logits_of
-from plures.role import aliases, own_tensors, refuse_unfinished, tensors
+from plures.prediction import Predictor
+from plures.tensors import aliases, own_tensors, refuse_unfinished, tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

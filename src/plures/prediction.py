@@ -1,10 +1,12 @@
 """What an ensemble says of a batch: probabilities, and how unsure it is of them."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from plures.calling import call, chunks, refuse_nan
 from plures.errors import PluresError
 from plures.metrics import uncertainty
 
@@ -67,3 +69,41 @@ class Prediction:
             return cls(probabilities, label, confidence, members, confidence, confidence, confidence)
         split = uncertainty(members)
         return cls(probabilities, label, confidence, members, split.total, split.aleatoric, split.epistemic)
+
+
+class Predictor(nn.Module):
+    """Give every module that returns logits [members, batch, classes] its `predict`.
+
+        prediction = ensemble.predict(images)
+
+    Its networks stay in eval mode, whatever `train()` is told: predictors only predict.
+    """
+
+    def predict(self, inputs: Any, *, batch_size: int | None = None, abstain_below: float | None = None) -> Prediction:
+        """Predict with all trained members.
+
+            prediction = ensemble.predict(images, abstain_below=0.8)
+            prediction.label, prediction.confidence, prediction.epistemic
+
+        `inputs` is what the network takes: a tensor, a tuple of positional or a dict of named arguments. `batch_size`
+        bounds how many samples are in the network at once. Where confidence lies below `abstain_below` the label is -1.
+        """
+        refuse_nan(inputs)
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                logits = self.join(list(chunks(inputs, batch_size)))
+        finally:
+            self.train(training)
+        return Prediction.from_logits(logits, abstain_below)
+
+    def join(self, batches: list[Any]) -> Tensor:
+        """Return the logits of several batches, joined along the batch axis."""
+        return torch.cat([call(self, batch) for batch in batches], dim=1)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set `training`, and leave the networks in eval mode."""
+        super().train(False)
+        self.training = mode
+        return self

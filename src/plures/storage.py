@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from plures.ensemble import Ensemble, Loss
 from plures.errors import PluresError
 from plures.methods import METHODS
-from plures.role import aliases, tensors
+from plures.tensors import aliases, tensors
 from plures.version import __version__
 
 FORMAT = 1

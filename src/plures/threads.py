@@ -2,9 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -15,20 +14,6 @@ Result = TypeVar("Result")
 
 _making = threading.Lock()
 _here = threading.local()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread on the CPU, and afterwards as many as before.
-
-    with one_thread(): network(images)
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def side_by_side(

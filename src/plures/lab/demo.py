@@ -38,10 +38,10 @@ def demonstrate(runs: Path) -> int:
     demonstrate(Path("runs/demo"))
     """
     from plures.lab import tables
-    from plures.lab.experiments import write
-    from plures.lab.experiments.compare import compare
-    from plures.lab.experiments.jobs import Comparison, variants
-    from plures.lab.experiments.results import columns
+    from plures.lab.compare import table as write
+    from plures.lab.compare.compare import compare
+    from plures.lab.compare.jobs import Comparison, variants
+    from plures.lab.compare.rows import columns
     from plures.lab.recipes import get_recipe
     from plures.lab.report import write_report
 

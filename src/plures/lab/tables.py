@@ -13,7 +13,7 @@ from rich.text import Text
 from plures.lab.recipes import Recipe
 
 if TYPE_CHECKING:  # a list of recipes needs no torch
-    from plures.lab.predict import Answer
+    from plures.lab.evaluation.predict import Answer
 
 UNKNOWN = "-"
 WIDE = 400  # where nobody looks at a screen, lines are not broken

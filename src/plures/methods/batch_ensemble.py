@@ -9,20 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.ensemble import Loss, Stage
 from plures.errors import PluresError
-from plures.layers import Layer
-from plures.one_stage import Init, ManyInOne, started
-from plures.partition import generator
-from plures.rewrite import (
-    Rows,
-    Tiled,
-    along_width,
-    around,
-    check_members,
-    layers_of,
-    rehearse,
-    replace,
-    widths,
-)
+from plures.methods.building import Init, Layer, ManyInOne, check_members, layers_of, rehearse, started, widths
+from plures.methods.tiling import Rows, Tiled, along_width, around, replace
+from plures.seeding import generator
 
 FactorInit = Literal["gaussian", "sign"]
 DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code

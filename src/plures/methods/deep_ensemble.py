@@ -7,12 +7,12 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from plures.calling import logits_of
 from plures.ensemble import Ensemble, Loss, Stage, Step
 from plures.errors import PluresError
-from plures.initial import moments, restart
-from plures.predictor import logits_of
-from plures.role import Role, check_roles, tensors
-from plures.role import roles as roles_of
+from plures.methods.orthogonal_dropout.roles import Role, check_roles
+from plures.methods.orthogonal_dropout.roles import roles as roles_of
+from plures.tensors import moments, restart, tensors
 
 Classifier = Literal["private", "fixed"]
 Init = Literal["fresh", "given"]

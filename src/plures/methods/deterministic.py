@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plures.calling import logits_of
 from plures.ensemble import Loss
 from plures.errors import PluresError
-from plures.one_stage import Init, OneStage, started
-from plures.predictor import logits_of
+from plures.methods.building import Init, OneStage, started
 
 
 class Deterministic(OneStage):

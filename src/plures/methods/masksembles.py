@@ -7,23 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plures.checks import nearest
 from plures.ensemble import Loss
 from plures.errors import PluresError
-from plures.one_stage import Init, ManyInOne, started
-from plures.partition import generator
-from plures.rewrite import (
-    Rows,
-    Tiled,
-    along_width,
-    around,
-    batched,
-    check_members,
-    layers_of,
-    rehearse,
-    run,
-    widths,
-)
-from plures.role import nearest
+from plures.methods.building import Init, ManyInOne, check_members, layers_of, rehearse, started, widths
+from plures.methods.tiling import Rows, Tiled, along_width, around, batched, run
+from plures.seeding import generator
 
 LARGEST_SCALE = 6.0  # as in the authors' package: beyond it the masks hardly overlap, and each is almost empty
 ATTEMPTS = 100_000  # the width asked for turns up in about one draw of ten

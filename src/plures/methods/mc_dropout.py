@@ -11,13 +11,12 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
+from plures.calling import logits_of
+from plures.checks import nearest
 from plures.ensemble import Loss, Stage, Step
 from plures.errors import PluresError
-from plures.layers import layers
-from plures.one_stage import Init, OneStage, started
-from plures.partition import generator
-from plures.predictor import logits_of
-from plures.role import nearest
+from plures.methods.building import Init, OneStage, layers, started
+from plures.seeding import generator
 
 Granularity = Literal["element", "channel"]
 USUAL_RATE = 0.1

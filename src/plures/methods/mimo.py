@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from plures.calling import Arguments, arguments, logits_of
+from plures.checks import nearest
 from plures.ensemble import Loss, Stage, Step
 from plures.errors import PluresError
-from plures.initial import moments, restart
-from plures.layers import Layer, layers
-from plures.one_stage import Init, ManyInOne, started
-from plures.predictor import Arguments, arguments, logits_of
-from plures.rewrite import check_members, rehearse, widths
-from plures.role import canonical, nearest
+from plures.methods.building import Init, Layer, ManyInOne, check_members, layers, rehearse, started, widths
+from plures.tensors import canonical, moments, restart
 
 
 class MIMO(ManyInOne):

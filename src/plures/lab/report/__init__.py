@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plures.errors import PluresError
-from plures.lab.experiments.results import rows_of
+from plures.lab.compare.rows import rows_of
 from plures.lab.report.gather import gather
 from plures.lab.report.page import render
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from plures import metrics
 from plures.lab.data import Split
-from plures.lab.evaluate import predictions
-from plures.lab.run import open_run
-from plures.lab.runfolder import RunFolder
+from plures.lab.evaluation.evaluate import predictions
+from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import open_run
 
 PICTURES = 6  # test images shown of each kind
 LARGEST = 96  # pixels per side of a picture in the page: a photograph need not make it heavy

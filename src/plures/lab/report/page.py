@@ -7,8 +7,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from plures.lab.experiments.rerun import train_command
-from plures.lab.experiments.results import Row, columns
+from plures.lab.compare.rerun import train_command
+from plures.lab.compare.rows import Row, columns
 from plures.lab.report.charts import FEW
 from plures.lab.report.gather import Detail
 from plures.lab.report.sections import sections, training

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plures.lab.experiments.results import Column, Row, columns
+from plures.lab.compare.rows import Column, Row, columns
 from plures.lab.report.gather import Detail
 from plures.lab.tables import figure, percent
 

@@ -1,1 +1,0 @@
-"""Speed and size against the alternatives, as ratios measured side by side in one run."""

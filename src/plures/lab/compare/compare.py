@@ -1,0 +1,127 @@
+"""Make the runs of comparisons, skip what is done, and put what came out into tables."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from plures.errors import PluresError
+from plures.lab.compare.jobs import Comparison, Job, unique
+from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_done, run_all
+from plures.lab.compare.progress import Watch
+from plures.lab.compare.rows import Finished, Row, check_same_data, published, read_costs
+from plures.lab.data import Data
+from plures.lab.methods import METHOD_NAMES
+from plures.lab.runs.config import differences
+from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import data_for, ensemble_for, network_for
+from plures.lab.timing.costs import with_costs
+
+Where = Literal["here", "ray"]
+
+
+def compare(
+    comparisons: Sequence[Comparison],
+    runs: Path,
+    *,
+    at_once: int | None = None,
+    data_dir: Path | None = None,
+    on: Where = "here",
+) -> list[list[Row]]:
+    """Make what is missing of some comparisons and return the rows of each.
+
+        rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
+
+    Runs that are finished are not made again, runs that were cut go on. Data that are missing are told before anything
+    is made. A run that fails stops no other: its row tells the reason.
+    """
+    failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
+    tables = [_rows(one, runs, failures) for one in comparisons]
+    if any(row.runs and row.costs is None for rows in tables for row in rows):
+        print("measuring sizes and speeds", file=sys.stderr)
+    return [with_costs(rows) for rows in tables]
+
+
+def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, on: Where) -> dict[Path, str]:
+    """Make the runs that are missing, and return the reasons of those that failed, by run folder.
+
+    failures = make_runs(comparison.jobs(Path("runs")), None, None, "here")
+    """
+    if at_once is not None and at_once < 1:
+        raise PluresError(f"--jobs {at_once}: at least one run must go on at a time")
+    failures: dict[Path, str] = {}
+    epochs: dict[Path, int] = {}
+    for job in jobs:
+        refuse_others(job)
+    wanted = [job for job in jobs if not is_done(job)]
+    for job in wanted:
+        # Decoded here, once, before several processes ask for them. Data that are missing stop everything: it is better
+        # to hear of them now than after hours.
+        data = data_for(job.recipe, data_dir)
+        try:
+            epochs[job.run] = count_epochs(job, data)
+        except PluresError as error:
+            failures[job.run] = str(error)
+            print(f"{job.name}: failed: {error}", file=sys.stderr)
+    missing = [job for job in wanted if job.run in epochs]
+    begun = sum(RunFolder(job.run).log.is_file() for job in missing)
+    going_on = f" ({begun} of them begun before)" if begun else ""
+    done = len(jobs) - len(wanted)
+    print(f"{len(jobs)} runs: {done} done before, {len(missing)} to make{going_on}", file=sys.stderr)
+    if not missing:
+        return failures
+    with _pool(on, at_once, data_dir) as pool, Watch(missing, epochs) as watch:
+        return failures | run_all(missing, pool, watch)
+
+
+def refuse_others(job: Job) -> None:
+    """Refuse to go on where a run folder holds a run of other numbers.
+
+    refuse_others(job)
+    """
+    if not (job.run / "config.json").is_file():
+        return
+    before = RunFolder(job.run).config()
+    now = {"recipe": json.loads(json.dumps(job.recipe.as_json())), "method": METHOD_NAMES[job.variant.method]}
+    if differing := differences({key: before.get(key) for key in now}, now):
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise PluresError(
+            f"{job.run} holds a run of another configuration: {'; '.join(differing[:3])}{more}; choose another folder "
+            "with --runs, or the old configuration"
+        )
+
+
+def count_epochs(job: Job, data: Data) -> int:
+    """See to it that a run can be made of some data, and return how many epochs it has.
+
+    count_epochs(job, data_for(job.recipe, Path("data")))
+    """
+    network = network_for(job.recipe, len(data.classes), data.channels, data.size)
+    ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
+    return sum(job.recipe.epochs.of(step.phase) for step in ensemble.plan())
+
+
+def _pool(on: Where, at_once: int | None, data_dir: Path | None) -> "AbstractContextManager[Pool]":
+    return OnRay(at_once, data_dir) if on == "ray" else Processes(at_once or default_jobs(), data_dir)
+
+
+def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> list[Row]:
+    rows = []
+    jobs = comparison.jobs(runs)
+    for variant in comparison.variants:
+        own = [job for job in jobs if job.variant == variant]
+        finished = tuple(Finished.read(job.run) for job in own if job.run not in failures)
+        failed = tuple(f"seed {job.recipe.seed}: {failures[job.run]}" for job in own if job.run in failures)
+        row = Row(variant.name, finished, failures=failed)
+        if finished:
+            # A table that brings the paper's figures has them all: what it lacks, the paper lacks.
+            paper = comparison.paper.get(variant.name) if comparison.paper else published(row)
+            row = replace(row, costs=read_costs(row), paper=paper)
+        rows.append(row)
+    if not any(row.runs for row in rows):
+        raise PluresError(f"no run of {comparison.name} could be made: {next(iter(rows[0].failures), 'there is none')}")
+    check_same_data([run for row in rows for run in row.runs])
+    return rows

@@ -1,0 +1,147 @@
+"""What to run: a recipe, a method with its options, a seed, and the folder in which the run lives.
+
+This module does not import torch.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from plures.errors import PluresError
+from plures.lab.methods import METHOD_NAMES, unknown
+from plures.lab.paper.published import Published
+from plures.lab.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method as one row of a table has it.
+
+        Variant("deep-ensemble")
+        Variant("orthogonal-dropout", ("granularity=kernel",), label="kernels")
+        Variant("deep-ensemble", longer=2.1)
+
+    `longer` multiplies the epochs, `members` replaces the recipe's.
+    """
+
+    method: str
+    settings: tuple[str, ...] = ()
+    longer: float = 1.0
+    members: int | None = None
+    label: str = ""
+
+    @classmethod
+    def parse(cls, words: str) -> "Variant":
+        """Read METHOD or METHOD:NAME=VALUE,NAME=VALUE.
+
+        Variant.parse("orthogonal-dropout:granularity=kernel,classifier=split")
+        """
+        method, _, options = words.partition(":")
+        if method not in METHOD_NAMES:
+            raise unknown("method", method, METHOD_NAMES)
+        return cls(method, tuple(option.strip() for option in options.split(",") if option.strip()))
+
+    @property
+    def name(self) -> str:
+        """What the row is called."""
+        return self.label or " ".join([self.method, *self.settings, *self._more()])
+
+    @property
+    def folder(self) -> str:
+        """Where its runs are: the same variant has one folder, however a table calls it."""
+        return re.sub(r"[^\w.=-]+", "-", " ".join([self.method, *self.settings, *self._more()])).lower()
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """Give a recipe as this variant uses it."""
+        recipe = recipe.for_method(METHOD_NAMES[self.method])
+        recipe = replace(recipe, epochs=recipe.epochs.times(self.longer))
+        return recipe if self.members is None else replace(recipe, members=self.members)
+
+    def _more(self) -> list[str]:
+        longer = [f"epochs x {self.longer:g}"] if self.longer != 1 else []
+        return longer + ([f"{self.members} members"] if self.members is not None else [])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be made.
+
+    Job(recipe, Variant("mimo"), Path("runs/cifar10/mimo/seed-0"))
+    """
+
+    recipe: Recipe
+    variant: Variant
+    run: Path
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"{self.run.parent.parent.name}, {self.variant.name}, seed {self.recipe.seed}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Give what another process needs to make the run.
+
+        json.dumps(job.as_json())
+        """
+        return {"recipe": self.recipe.as_json(), "variant": asdict(self.variant), "run": str(self.run)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Job":
+        """Make the job that `as_json` described.
+
+        Job.from_json(json.loads(text))
+        """
+        variant = Variant(**{**values["variant"], "settings": tuple(values["variant"]["settings"])})
+        return cls(Recipe.from_json(values["recipe"]), variant, Path(values["run"]))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of one table: variants of one recipe, each with the same seeds.
+
+        Comparison("digits", get_recipe("digits"), (Variant("deterministic"), Variant("mimo")), seeds=(0, 1, 2))
+
+    `paper` holds what was published for a variant, by its name; `members` are for all methods, also those that usually
+    have fewer.
+    """
+
+    name: str
+    recipe: Recipe
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...] = (0,)
+    paper: Mapping[str, Published] = field(default_factory=dict)
+    members: int | None = None
+
+    def __post_init__(self) -> None:
+        for names in ([one.name for one in self.variants], [one.folder for one in self.variants]):
+            if doubled := next((name for name in names if names.count(name) > 1), None):
+                raise PluresError(f"the method {doubled} is named more than once: leave one out")
+
+    def jobs(self, runs: Path) -> list[Job]:
+        """List the runs: those of the first seed come first, so that a first table is there soon."""
+        jobs = []
+        for seed in self.seeds:
+            for variant in self.variants:
+                recipe = variant.recipe(replace(self.recipe, seed=seed))
+                if self.members is not None:
+                    recipe = replace(recipe, members=self.members)
+                jobs.append(Job(recipe, variant, runs / self.name / variant.folder / f"seed-{seed}"))
+        return jobs
+
+
+def unique(jobs: Iterable[Job]) -> list[Job]:
+    """Leave out jobs that stand in several tables.
+
+    unique([*table1.jobs(runs), *table3.jobs(runs)])
+    """
+    return list({job.run: job for job in jobs}.values())
+
+
+def variants(words: Sequence[str]) -> tuple[Variant, ...]:
+    """Read the methods of a comparison; none means all.
+
+    variants(["deterministic", "orthogonal-dropout:granularity=kernel"])
+    """
+    return tuple(Variant.parse(word) for word in words or METHOD_NAMES)

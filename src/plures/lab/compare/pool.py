@@ -1,0 +1,248 @@
+"""Where runs are made: in processes of this machine, or by the workers of a Ray cluster."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO, Any, NoReturn, Protocol, Self, cast
+
+import torch
+
+from plures.errors import PluresError
+from plures.lab.compare.jobs import Job
+from plures.lab.compare.progress import Watch
+from plures.lab.compare.worker import describe, reason_of
+from plures.lab.runs.folder import RunFolder
+
+TICK = 1.0  # seconds between looks at the progress
+OUTPUT = "output.txt"  # what the processes of a run wrote, in its run folder
+
+Reason = str | None  # why a run failed; None: it did not
+
+
+class Pool(Protocol):
+    """What `run_all` needs: somewhere to send a job to, and how many it takes at a time."""
+
+    at_once: int
+
+    def submit(self, job: Job) -> "Future[Reason]": ...  # noqa: D102
+
+
+def run_all(jobs: Sequence[Job], pool: Pool, watch: Watch) -> dict[Path, str]:
+    """Make all runs, and return the reasons of those that failed, by run folder.
+
+        with Processes(2, data_dir) as pool, Watch(jobs, epochs) as watch:
+            failures = run_all(jobs, pool, watch)
+
+    A run that fails stops no other.
+    """
+    failures = {}
+    waiting = list(reversed(jobs))
+    running: dict[Future[Reason], Job] = {}
+    while waiting or running:
+        while waiting and len(running) < pool.at_once:
+            job = waiting.pop()
+            watch.started(job)
+            running[pool.submit(job)] = job
+        done, _ = wait(running, timeout=TICK, return_when=FIRST_COMPLETED)
+        for future in done:
+            job = running.pop(future)
+            reason = _reason(future)
+            if reason is None and not is_done(job):
+                reason = f"nothing arrived in {job.run}: all machines must see the same folder"
+            if reason is not None:
+                failures[job.run] = reason
+            watch.ended(job, reason)
+        watch.tick()
+    return failures
+
+
+class Processes(AbstractContextManager["Processes"]):
+    """Make runs on this machine, several at a time.
+
+        with Processes(2, data_dir) as pool:
+            reason = pool.submit(job).result()
+
+    Each run has one core, however many run at a time: so the figures do not depend on it. On a machine with CUDA each
+    has one GPU, in turn. Leaving the pool ends its processes.
+    """
+
+    def __init__(self, at_once: int, data_dir: Path | None) -> None:
+        self.at_once = at_once
+        self.data_dir = data_dir
+        self._threads = ThreadPoolExecutor(at_once)
+        self._lock = threading.Lock()  # of the two below: nothing may start once the pool is left
+        self._running: set[subprocess.Popen[str]] = set()
+        self._closed = False
+        self._before: Any = None  # what SIGTERM did
+        self._slots: SimpleQueue[int] = SimpleQueue()
+        for number in range(at_once):
+            self._slots.put(number)
+
+    def submit(self, job: Job) -> "Future[Reason]":
+        """Queue a job; its result is the reason why it failed, or None."""
+        return self._threads.submit(self._make, job)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # Whoever ends this process means the runs, too.
+            self._before = signal.signal(signal.SIGTERM, _leave)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.terminate()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, job: Job) -> Reason:
+        slot = self._slots.get()
+        try:
+            job.run.mkdir(parents=True, exist_ok=True)
+            with (job.run / OUTPUT).open("a") as file:
+                process = self._start(file, slot)
+                if process is None:
+                    return "it was not begun"
+                said = _tell(process, describe(job, self.data_dir))
+                code = process.wait()
+            with self._lock:
+                self._running.discard(process)
+            return None if code == 0 else said.strip() or _ending(code, job.run / OUTPUT)
+        except OSError as error:
+            return f"cannot work in {job.run}: {error.strerror}"
+        finally:
+            self._slots.put(slot)
+
+    def _start(self, errors: Any, slot: int) -> "subprocess.Popen[str] | None":
+        command = [sys.executable, "-m", "plures.lab.compare.worker"]
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._closed:
+                return None
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=_environment(slot)
+            )
+            self._running.add(process)
+            return process
+
+
+class OnRay(AbstractContextManager["OnRay"]):
+    """Make runs by the workers of a Ray cluster: of the one that this machine belongs to, or else of a local one.
+
+        with OnRay(2, data_dir) as pool:
+            reason = pool.submit(job).result()
+
+    All machines must have plures installed and see the same folders. Without a number, as many runs go on at a time as
+    the cluster has GPUs, or else cores.
+    """
+
+    def __init__(self, at_once: int | None, data_dir: Path | None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+        try:
+            ray: Any = import_module("ray")
+        except ModuleNotFoundError:
+            raise PluresError("--on ray needs Ray, which is not installed: pip install 'plures[cluster]'") from None
+        self._ray = ray
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:  # no cluster: make one of this machine's cores
+            ray.init(num_cpus=at_once or default_jobs(), include_dashboard=False, **quiet)
+        found = ray.cluster_resources()
+        gpus = int(found.get("GPU", 0))
+        self.at_once = at_once or gpus or int(found["CPU"])
+        self._task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(_on_worker)
+        self.data_dir = data_dir
+
+    def submit(self, job: Job) -> "Future[Reason]":
+        """Queue a job; its result is the reason why it failed, or None."""
+        job.run.mkdir(parents=True, exist_ok=True)
+        future: Future[Reason] = self._task.remote(describe(job, self.data_dir), str(job.run / OUTPUT)).future()
+        return future
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ray.shutdown()
+
+
+def default_jobs() -> int:
+    """Say how many runs go on at a time if nobody says: one per GPU, or one per core.
+
+    Processes(default_jobs(), data_dir)
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if torch.accelerator.is_available():  # one device that all would share
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_done(job: Job) -> bool:
+    """Tell whether a run is trained and measured.
+
+    missing = [job for job in jobs if not is_done(job)]
+    """
+    return RunFolder(job.run).finished and (job.run / "metrics.json").is_file()
+
+
+def _reason(future: "Future[Reason]") -> Reason:
+    """Turn whatever went wrong into words: the other runs shall go on."""
+    try:
+        return future.result()
+    except Exception as error:
+        return f"its worker was lost: {type(error).__name__} {error}".strip().splitlines()[0]
+
+
+def _tell(process: "subprocess.Popen[str]", description: str) -> str:
+    """Give a worker its job, and wait for what it says at its end."""
+    hears, says = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    with says:
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
+                hears.write(description + "\n")
+                hears.flush()
+            return says.read()
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                hears.close()  # only now: a worker ends when nobody can tell it anything
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _environment(slot: int) -> dict[str, str]:
+    own = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    if torch.cuda.is_available():
+        visible = own.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = visible if visible != [""] else [str(number) for number in range(torch.cuda.device_count())]
+        own["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return own
+
+
+def _ending(code: int, output: Path) -> str:
+    if code < 0:
+        known = {one.value: one.name for one in signal.Signals}
+        return f"its process was ended by {known.get(-code, f'signal {-code}')}"
+    return f"its process ended with code {code}; see {output}"
+
+
+def _on_worker(description: str, output: str) -> Reason:
+    torch.set_num_threads(1)
+    with Path(output).open("a") as file, contextlib.redirect_stderr(file):
+        return reason_of(description)

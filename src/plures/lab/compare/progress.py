@@ -1,0 +1,127 @@
+"""What a person sees while many runs are made: a live list on a terminal, plain lines elsewhere."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from plures.lab.compare.jobs import Job
+from plures.lab.runs.folder import RunFolder
+from plures.lab.training.progress import duration
+from plures.lab.training.train import read_metrics
+
+PAUSE = 60.0  # seconds between plain lines about runs that go on
+SHOWN = 12  # runs that the live list has room for
+
+
+class Watch(AbstractContextManager["Watch"]):
+    """Show how far the runs are.
+
+        with Watch(jobs, {job.run: 150 for job in jobs}) as watch:
+            watch.ended(job, reason=None)
+
+    `epochs` says how many each run has in all. Where they are is read from their logs, so that it does not matter which
+    process or machine makes them.
+    """
+
+    def __init__(self, jobs: Sequence[Job], epochs: Mapping[Path, int]) -> None:
+        self.jobs = list(jobs)
+        self.epochs = epochs
+        self.console = Console(stderr=True, highlight=False)
+        self.before = {job.run: _records(job) for job in jobs}  # what earlier sessions did tells nothing of the speed
+        self.begun: set[Path] = set()
+        self.results: dict[Path, str | None] = {}
+        self._started = self._last_line = time.monotonic()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal and self.jobs:
+            self._live = Live(get_renderable=self._table, console=self.console, refresh_per_second=1)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, job: Job) -> None:
+        """Show that a run begins."""
+        self.begun.add(job.run)
+
+    def ended(self, job: Job, reason: str | None) -> None:
+        """Show that a run came to its end."""
+        self.results[job.run] = reason
+        number = f"[{len(self.results)}/{len(self.jobs)}]"
+        self.console.print(Text(f"{number} {job.name}: {self._result(job)}"), soft_wrap=True)
+
+    def tick(self) -> None:
+        """Show, now and then, where the others are."""
+        if self._live is None and time.monotonic() - self._last_line >= PAUSE:
+            self._last_line = time.monotonic()
+            for job in self._running():
+                self.console.print(Text(f"{job.name}: {self._position(job)}"), soft_wrap=True)
+            self.console.print(Text(self._left()), soft_wrap=True)
+
+    def _running(self) -> list[Job]:
+        return [job for job in self.jobs if job.run in self.begun and job.run not in self.results]
+
+    def _result(self, job: Job) -> str:
+        reason = self.results[job.run]
+        if reason is not None:
+            return f"failed: {reason}"
+        found = read_metrics(job.run / "metrics.json")
+        took = duration(found["seconds"])
+        return f"accuracy {found['accuracy']:.1%}, NLL {found['nll']:.3f}, trained in {took}"
+
+    def _position(self, job: Job) -> str:
+        last = _last(job)
+        if last is None:
+            return "begins"
+        return f"{last['stage']}, epoch {_records(job)} of {self.epochs[job.run]}, loss {last['loss']:.3f}"
+
+    def _done(self) -> tuple[int, int]:
+        """Count the epochs made here, and those that were to be made."""
+        # What failed was neither made nor is it to be waited for.
+        made = {job.run: _records(job) for job in self.jobs if self.results.get(job.run) is None}
+        return (
+            sum(made[run] - self.before[run] for run in made),
+            sum(self.epochs[run] - self.before[run] for run in made),
+        )
+
+    def _left(self) -> str:
+        made, total = self._done()
+        if not made:
+            return f"{total:,} epochs to go"
+        seconds = (time.monotonic() - self._started) * (total - made) / made
+        return f"{made:,} of {total:,} epochs, about {duration(seconds)} left"
+
+    def _table(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for job in self._running()[:SHOWN]:
+            bar = ProgressBar(total=self.epochs[job.run], completed=_records(job), width=20)
+            table.add_row(Text(job.name), bar, Text(self._position(job), style="dim"))
+        made, total = self._done()
+        return Group(table, ProgressBar(total=max(total, 1), completed=made, width=60), Text(self._left()))
+
+
+def _records(job: Job) -> int:
+    log = RunFolder(job.run).log
+    return log.read_bytes().count(b"\n") if log.is_file() else 0
+
+
+def _last(job: Job) -> Mapping[str, Any] | None:
+    """Read the last record; a line that is just being written does not count."""
+    log = RunFolder(job.run).log
+    lines = log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
+    return json.loads(lines[-1]) if lines else None

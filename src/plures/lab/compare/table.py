@@ -1,0 +1,203 @@
+"""Comparisons for people and machines: a table on the terminal, Markdown, CSV and JSON."""
+
+import csv
+import io
+import json
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from plures.errors import PluresError
+from plures.lab import tables
+from plures.lab.compare.rows import EFFICIENT, Column, Row
+from plures.lab.runs.folder import RunFolder
+from plures.lab.timing.bench.suite import machine
+from plures.lab.training.progress import duration
+
+METRICS = (
+    "accuracy",
+    "nll",
+    "ece",
+    "brier",
+    "calibrated_nll",
+    "temperature",
+    "aurc",
+    "mean_member_accuracy",
+    "agreement",
+    "seconds",
+)
+
+
+def write(
+    folder: Path, name: str, rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]
+) -> list[Path]:
+    """Write NAME.json, NAME.md and NAME.csv into a folder, and return their paths.
+
+        write(Path("runs/digits"), "results", rows, columns(rows), {"command": "plures compare digits"})
+
+    `about` says how the results came about: command, seeds, machine.
+    """
+    writable(folder)
+    contents = {
+        "json": json.dumps(document(rows, about), indent=2, allow_nan=False) + "\n",
+        "md": markdown(rows, columns, about),
+        "csv": as_csv(rows),
+    }
+    paths = []
+    for suffix, text in contents.items():
+        paths.append(folder / f"{name}.{suffix}")
+        RunFolder(folder).write(paths[-1], text.encode())
+    return paths
+
+
+def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
+    """Give a comparison as JSON values.
+
+    document(rows, {"command": "plures compare digits"})["rows"][0]["metrics"]["nll"]["mean"]
+    """
+    return {"about": dict(about), "rows": [_as_json(row) for row in rows]}
+
+
+def writable(folder: Path) -> Path:
+    """Make a folder for results; better before hours of training than after.
+
+    writable(Path("results"))
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PluresError(f"cannot make the folder {folder}: {error.strerror}; choose another one") from error
+    return folder
+
+
+def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]) -> str:
+    """Write a comparison as Markdown; the best of those that take the place of one network is bold.
+
+    print(markdown(rows, columns(rows), {}))
+    """
+    lines = [f"| method | {' | '.join(column.title for column in columns)} |", "|---|" + "---|" * len(columns)]
+    for row in rows:
+        if row.runs:
+            cells = [f"**{column.cell(row)}**" if column.best(rows) is row else column.cell(row) for column in columns]
+        else:
+            cells = ["failed", *([""] * (len(columns) - 1))]
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    notes = [f"{row.name} failed with {failure}" for row in rows for failure in row.failures]
+    notes += [f"{key}: {value}" for key, value in about.items()]
+    return "\n".join([*lines, "", *(f"- {note}" for note in [legend(rows), *notes])]) + "\n"
+
+
+def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
+    """Say how to read a comparison, where `bold` can be seen.
+
+    print(legend(rows))
+    """
+    seeds = sorted({run.seed for row in rows for run in row.runs})
+    spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed, no spread"
+    best = f"bold: best of those within {EFFICIENT:g} times the file of one network; " if bold else ""
+    return (
+        f"seeds {', '.join(map(str, seeds))}: {spread}; {best}size and prediction time: relative to one network; "
+        "training epochs: its time, in epochs of one network, measured; agreement: inter-rater kappa, lower is more "
+        "diverse"
+    )
+
+
+def about(rows: Sequence[Row]) -> dict[str, str]:
+    """Say how results came about: the command, the time that training took, the machine.
+
+    about(rows)["command"]
+    """
+    seconds = sum(sum(row.values("seconds")) for row in rows)
+    return {
+        "command": shlex.join(["plures", *sys.argv[1:]]),
+        "training time of all runs, one core each": duration(seconds),
+        "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
+    }
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Write one line per run, with every digit.
+
+    as_csv(rows).splitlines()[0]  # 'method,seed,accuracy,...'
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["method", "seed", *METRICS, "size", "prediction", "training_epochs", "failure"])
+    for row in rows:
+        costs = list(asdict(row.costs).values()) if row.costs else ["", "", ""]
+        for run in row.runs:
+            writer.writerow([row.name, run.seed, *(run.metrics.get(key) for key in METRICS), *costs, ""])
+        for failure in row.failures:
+            writer.writerow([row.name, "", *([""] * (len(METRICS) + 3)), failure])
+    return text.getvalue()
+
+
+def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str) -> None:
+    """Print a comparison with its legend, and no more columns than the terminal has room for.
+
+    show("digits", rows, columns(rows), "written: results.md")
+    """
+    console = tables.console()
+    made = table(title, rows, columns, console.width)
+    left_out = [column.title for column in columns[len(made.columns) - 1 :]]
+    narrow = [f"no room for: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
+    tables.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
+
+
+def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int) -> Table:
+    """Make a table for a terminal: titles are broken if need be, columns left out before a number is broken.
+
+    tables.show(table("digits", rows, columns(rows), width=80))
+    """
+    titles = [column.title for column in columns]
+    if _width(rows, columns, titles) > width:
+        titles = [textwrap.fill(one.title, _narrowest(one, rows), break_long_words=False) for one in columns]
+    count = len(columns)
+    while count > 1 and _width(rows, columns[:count], titles[:count]) > width:
+        count -= 1
+    made = tables.table(title, ["method", *titles[:count]], [], words=["method"])
+    for row in rows:
+        if row.runs:
+            cells = [Text(one.cell(row), "bold" if one.best(rows) is row else "") for one in columns[:count]]
+        else:
+            cells = [Text("failed", "red"), *(Text("") for _ in columns[1:count])]
+        made.add_row(Text(row.name), *cells)
+    return made
+
+
+def _width(rows: Sequence[Row], columns: Sequence[Column], titles: Sequence[str]) -> int:
+    """Give the width of a table whose titles are broken so."""
+    widths = [max(map(len, [*t.splitlines(), *_cells(one, rows)])) for one, t in zip(columns, titles, strict=True)]
+    first = max(len(name) for name in ("method", *(row.name for row in rows)))
+    return first + sum(tables.BETWEEN + width for width in widths)
+
+
+def _narrowest(column: Column, rows: Sequence[Row]) -> int:
+    """Give the width below which a number, or a word of the title, would be broken."""
+    return max(map(len, [*column.title.split(), *_cells(column, rows)]))
+
+
+def _cells(column: Column, rows: Sequence[Row]) -> list[str]:
+    return [column.cell(row) for row in rows if row.runs]
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "method": row.runs[0].method if row.runs else None,
+        "seeds": [run.seed for run in row.runs],
+        "metrics": {
+            key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)} for key in METRICS
+        },
+        "member_accuracies": [run.metrics["member_accuracies"] for run in row.runs],
+        "costs": asdict(row.costs) if row.costs else None,
+        "paper": asdict(row.paper) if row.paper else None,
+        "failures": list(row.failures),
+    }

@@ -1,0 +1,1 @@
+"""Measure an ensemble: at home, under shift, among strangers; and predict picture files."""

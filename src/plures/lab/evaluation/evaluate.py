@@ -1,0 +1,128 @@
+"""Measure an ensemble on a data set: how good, how sure, how diverse, and what happens away from home."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plures import metrics
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
+from plures.lab.data import Data, Split
+from plures.lab.evaluation.shift import CORRUPTIONS
+
+BATCH = 256  # images in the network at once
+
+Spoil = Callable[[Tensor, int], Tensor]
+
+
+def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
+    """Measure on the test images, with the temperature fitted on the validation images.
+
+        evaluate(ensemble, data)["nll"]
+
+    The values are JSON: what cannot be computed (the agreement of one member, a temperature without validation
+    images) is None.
+    """
+    members, targets = predictions(ensemble, data.test)
+    result = scores(members, targets)
+    if len(data.validation):
+        held_out, labels = predictions(ensemble, data.validation)
+        temperature = metrics.temperature(held_out.mean(0), labels)
+        calibrated = metrics.nll(metrics.tempered(members.mean(0), temperature), targets)
+    else:
+        temperature = calibrated = math.nan
+    return result | {"temperature": _number(temperature), "calibrated_nll": _number(calibrated)}
+
+
+def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Compute every metric of members' probabilities [members, samples, classes].
+
+    scores(*predictions(ensemble, data.test))["accuracy"]
+    """
+    probabilities = members.mean(0)
+    accuracies = metrics.member_accuracies(members, targets)
+    return {
+        "images": len(targets),
+        "members": len(members),
+        "accuracy": metrics.accuracy(probabilities, targets),
+        "nll": metrics.nll(probabilities, targets),
+        "brier": metrics.brier(probabilities, targets),
+        "ece": metrics.ece(probabilities, targets),
+        "aurc": metrics.aurc(probabilities, targets),
+        "member_accuracies": accuracies,
+        "mean_member_accuracy": sum(accuracies) / len(accuracies),
+        "agreement": _number(metrics.agreement(members, targets)),
+    }
+
+
+def evaluate_shift(ensemble: Ensemble, data: Data) -> list[dict[str, Any]]:
+    """Measure on test images spoiled by noise, blur and lost contrast, weak to strong.
+
+    [row["accuracy"] for row in evaluate_shift(ensemble, data) if row["corruption"] == "blur"]
+    """
+    rows = []
+    for corruption in CORRUPTIONS:
+        found = scores(*predictions(ensemble, data.test, spoil=corruption))
+        rows.append(
+            {"corruption": corruption.name, "strength": corruption.strength}
+            | {name: found[name] for name in ("accuracy", "nll", "ece")}
+        )
+    return rows
+
+
+def evaluate_ood(ensemble: Ensemble, data: Data, unfamiliar: Data) -> list[dict[str, Any]]:
+    """Measure how well uncertainty tells the test images of other data from the data's own.
+
+    unfamiliar = open_data("svhn", like=data.info)
+    evaluate_ood(ensemble, data, unfamiliar)[0]["auroc"]
+    """
+    inside, _ = predictions(ensemble, data.test)
+    outside, _ = predictions(ensemble, unfamiliar.test)
+    unusual: dict[str, Callable[[Tensor], Tensor]] = {
+        "1 - max p": lambda members: 1 - members.mean(0).amax(-1),
+        "entropy": lambda members: metrics.uncertainty(members).total,
+        "mutual information": lambda members: metrics.uncertainty(members).epistemic,
+    }
+    return [
+        {"score": name} | dataclasses.asdict(metrics.ood(score(inside), score(outside)))
+        for name, score in unusual.items()
+    ]
+
+
+def predictions(ensemble: Ensemble, split: Split, spoil: Spoil | None = None) -> tuple[Tensor, Tensor]:
+    """Predict a whole split: probabilities [members, samples, classes] and labels [samples], on the CPU.
+
+    members, targets = predictions(ensemble, data.validation)
+    """
+    if not len(split):
+        raise PluresError(f"{split.info.name} has no {split.name} images to evaluate on: give data with a test split.")
+    device = device_of(ensemble)
+    members = [ensemble.predict(inputs.to(device)).members.cpu() for inputs in _inputs(split, spoil)]
+    return torch.cat(members, dim=1), torch.from_numpy(split.labels)
+
+
+def device_of(ensemble: Ensemble) -> torch.device:
+    """Tell where an ensemble's weights are.
+
+    images.to(device_of(ensemble))
+    """
+    return next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
+
+
+def _inputs(split: Split, spoil: Spoil | None) -> Iterator[Tensor]:
+    """Yield what the network takes, in the order of the split: the middle of the cached images, spoiled or not."""
+    info = split.info
+    margin = (info.cache_size - info.size) // 2
+    middle = slice(margin, margin + info.size)
+    for start in range(0, len(split), BATCH):
+        pixels = torch.from_numpy(split.pixels[split.rows[start : start + BATCH]])[:, middle, middle]
+        yield info.normalise(pixels if spoil is None else spoil(pixels, start))
+
+
+def _number(value: float) -> float | None:
+    """Say None where there is no number: JSON has no NaN."""
+    return None if math.isnan(value) else value

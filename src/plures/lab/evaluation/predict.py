@@ -1,0 +1,95 @@
+"""Predict picture files with a finished run: what `plures predict` does."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plures.errors import PluresError
+from plures.lab.data import read_image
+from plures.lab.data.folder import EXTENSIONS
+from plures.lab.evaluation.evaluate import BATCH, device_of
+from plures.lab.runs.open import Run
+from plures.prediction import ABSTAINED
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an ensemble says of one file.
+
+    answer.label, answer.confidence, answer.votes
+    """
+
+    file: str
+    label: str | None  # None: the ensemble abstains
+    confidence: float
+    epistemic: float  # nats that the members disagree by
+    total: float  # nats of uncertainty in all
+    votes: list[str]  # each member's label
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A file that could not be predicted, and why.
+
+    print(failure.error)
+    """
+
+    file: str
+    error: str
+
+
+def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
+    """Go through files, and through the pictures in folders and their subfolders by name.
+
+    list(picture_files([Path("wren.png"), Path("photographs")]))
+    """
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
+        if not found:
+            yield Failure(str(path), f"the folder {path} holds no pictures ({', '.join(sorted(EXTENSIONS))}).")
+        yield from found
+
+
+def predict_files(run: Run, paths: Sequence[Path], abstain_below: float | None) -> Iterator[Answer | Failure]:
+    """Predict every picture, or tell why it cannot be: one bad file does not stop the others.
+
+    for result in predict_files(run, [Path("wren.png")], abstain_below=None): ...
+    """
+    waiting: list[tuple[Path, np.ndarray]] = []
+    for path in picture_files(paths):
+        if isinstance(path, Failure):
+            yield path
+            continue
+        try:
+            waiting.append((path, read_image(path, run.info)))
+        except PluresError as error:
+            yield Failure(str(path), str(error))
+        if len(waiting) == BATCH:
+            yield from _predict(run, waiting, abstain_below)
+            waiting = []
+    if waiting:
+        yield from _predict(run, waiting, abstain_below)
+
+
+def _predict(run: Run, pictures: list[tuple[Path, np.ndarray]], abstain_below: float | None) -> Iterator[Answer]:
+    pixels = torch.from_numpy(np.stack([pixels for _, pixels in pictures]))
+    inputs = run.info.normalise(pixels).to(device_of(run.ensemble))
+    prediction = run.ensemble.predict(inputs, abstain_below=abstain_below)
+    names = run.info.classes
+    votes = prediction.members.argmax(-1)
+    for row, (path, _) in enumerate(pictures):
+        label = int(prediction.label[row])
+        yield Answer(
+            file=str(path),
+            label=None if label == ABSTAINED else names[label],
+            confidence=float(prediction.confidence[row]),
+            epistemic=float(prediction.epistemic[row]),
+            total=float(prediction.total[row]),
+            votes=[names[int(vote)] for vote in votes[:, row]],
+        )

@@ -1,0 +1,362 @@
+"""The paper's figures: bars of member accuracies, and scores against the number of members."""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from plures.errors import PluresError
+from plures.lab.paper.canvas import (
+    BARS,
+    INK,
+    STEPS,
+    TICKS,
+    WIDTH,
+    Look,
+    Mark,
+    around,
+    finish,
+    hollow,
+    inches_of,
+    known,
+    looks_of,
+    open_axes,
+    own_rules,
+    percent,
+    save_figure,
+    solid,
+    spread,
+)
+from plures.lab.paper.published import Published
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Member accuracies of one method: one tuple of members per seed, and the ensemble's accuracy per seed.
+
+        Bars("deep-ensemble", members=((0.93, 0.94), (0.92, 0.94)), ensemble=(0.95, 0.95), paper=0.934)
+
+    Accuracies are fractions; `paper` is the published mean member accuracy. NaN and None are left out.
+    """
+
+    name: str
+    members: tuple[tuple[float | None, ...], ...]
+    ensemble: tuple[float | None, ...]
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class BarPanel:
+    """The methods on one data set.
+
+    BarPanel("CIFAR10", (Bars("deterministic", ((0.93,),), (0.93,)),))
+    """
+
+    title: str
+    groups: tuple[Bars, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The scores of an ensemble of so many members, one value per seed.
+
+        Point(5, accuracy=(0.951, 0.949), nll=(0.157, 0.160), ece=(0.008, 0.009))
+
+    Accuracies are fractions. NaN and None are left out.
+    """
+
+    members: int
+    accuracy: tuple[float | None, ...]
+    nll: tuple[float | None, ...]
+    ece: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method with several numbers of members, and what the paper reports of it.
+
+    Series("mimo", (Point(2, (0.94,), (0.2,), (0.02,)),), paper=(published(2, TABLE1["cifar10"]["mimo"]),))
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    paper: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """The methods on one data set.
+
+    LinePanel("CIFAR10", (Series("deep-ensemble", points), Series("orthogonal-dropout", others)))
+    """
+
+    title: str
+    series: tuple[Series, ...]
+
+
+def published(members: int, row: Published) -> Point:
+    """
+    >>> published(5, Published(0.951, 0.157, 0.0082)).nll
+    (0.157,)
+
+    Make a point of a row of the paper's tables.
+    """
+    return Point(members, (row.accuracy,), (row.nll,), (row.ece,))
+
+
+Pick = Callable[[Point], list[float]]
+SCORES: dict[str, Pick] = {
+    "accuracy in %\nhigher is better": lambda point: percent(point.accuracy),
+    "NLL\nlower is better": lambda point: known(point.nll),
+    "ECE\nlower is better": lambda point: known(point.ece),
+}
+
+
+def member_bars(panels: Sequence[BarPanel], stem: Path) -> list[Path]:
+    """Draw figure 1, the accuracy of each member, as PDF, PNG and SVG; return their paths.
+
+        member_bars([BarPanel("CIFAR10", groups)], Path("docs/figure1"))
+
+    The ensemble is a line above its members, the paper's mean member a hollow marker. Over several seeds, bars and
+    lines are means, with one standard deviation around them. More than ten members become a box of quartiles and range.
+    """
+    _check("member_bars", [panel.groups for panel in panels])
+    with own_rules():
+        few = max(len(panel.groups) for panel in panels) <= 3
+        columns = 2 if few and len(panels) > 1 else 1
+        rows = math.ceil(len(panels) / columns)
+        figure = Figure()
+        looks = looks_of(group.name for panel in panels for group in panel.groups)
+        for index, panel in enumerate(panels):
+            host = figure.add_subplot(rows, columns, index + 1)
+            host.set_title(panel.title, fontweight="bold")
+            _bar_panel(host, panel, looks, inches=WIDTH / columns - 0.75)
+        finish(figure, _bar_legend([group for panel in panels for group in panel.groups]), rows * 2.9)
+        return save_figure(figure, stem)
+
+
+def against_members(panels: Sequence[LinePanel], stem: Path) -> list[Path]:
+    """Draw figures 2 and 3, scores against the number of members, as PDF, PNG and SVG; return their paths.
+
+        against_members([LinePanel("CIFAR10", series), LinePanel("CIFAR100", others)], Path("docs/figure2"))
+
+    One row per data set; lines are means over seeds, the bands around them one standard deviation, and the paper's
+    values hollow markers, in a strip of its own scale where they lie far from ours.
+    """
+    _check("against_members", [panel.series for panel in panels])
+    with own_rules():
+        figure = Figure()
+        looks = looks_of(series.name for panel in panels for series in panel.series)
+        for row, panel in enumerate(panels):
+            for column, (heading, pick) in enumerate(SCORES.items()):
+                host = figure.add_subplot(len(panels), len(SCORES), row * len(SCORES) + column + 1)
+                axes, lowest = _line_panel(host, panel, pick, looks)
+                if row == 0:
+                    host.set_title(heading)
+                if row == len(panels) - 1:
+                    lowest.set_xlabel("members")
+                if column == 0:
+                    axes.set_ylabel(panel.title, fontweight="bold")
+        handles = _line_legend([series for panel in panels for series in panel.series], looks)
+        finish(figure, handles, len(panels) * 2.4 + 0.3)
+        return save_figure(figure, stem)
+
+
+# Bars
+
+
+def _bar_panel(host: Axes, panel: BarPanel, looks: Mapping[str, Look], inches: float) -> None:
+    groups = panel.groups
+    ours = [value for group in groups for value in _extent(group)]
+    marks = [Mark(x, y, (INK, "D")) for x, group in enumerate(groups) for y in percent([group.paper])]
+    axes, lowest = open_axes(host, [*ours, *_floor(ours)], marks)
+    axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
+    start = max(0.0, float(MaxNLocator(TICKS, steps=STEPS).tick_values(*axes.get_ylim())[0]))
+    axes.set_ylim(bottom=start)
+    axes.set_ylabel("accuracy in %" + (f"\n(axis starts at {start:g})" if start else ""))
+    inch = len(groups) / inches  # on the x axis, where methods lie at 0, 1, 2 ...
+    most = max((len(_by_member(group)) for group in groups if len(_by_member(group)) <= BARS), default=1)
+    for x, group in enumerate(groups):
+        _bar_group(axes, x, group, looks[group.name][0], inch, width=min(0.8 / max(most, 1), 0.3 * inch))
+    lowest.tick_params(axis="x", length=0)
+    _name_groups(lowest, groups, inches)
+
+
+def _extent(group: Bars) -> list[float]:
+    """All values of a method that must be in sight."""
+    members = _by_member(group)
+    if len(members) > BARS:
+        return [*around(percent(group.ensemble)), *itertools.chain(*members)]
+    return [value for values in (*members, percent(group.ensemble)) for value in around(values)]
+
+
+def _floor(values: Sequence[float]) -> list[float]:
+    """Where bars begin: low enough that the shortest has a body, and at zero if that is not far."""
+    if not values:
+        return []
+    low, high = min(values), max(values)
+    start = low - 0.6 * max(high - low, 0.02 * high)
+    return [start if start > 0.3 * high else 0.0]
+
+
+def _bar_group(axes: Axes, x: int, group: Bars, colour: str, inch: float, width: float) -> None:
+    members = _by_member(group)
+    if len(members) > BARS:
+        _box(axes, x, list(itertools.chain(*members)), colour, width=0.3 * inch)
+    else:
+        for index, values in enumerate(members):
+            _bar(axes, x + (index - (len(members) - 1) / 2) * width, values, colour, width)
+    if ensemble := percent(group.ensemble):
+        mean, deviation = spread(ensemble)
+        half = 0.04 * inch + max(0.3 * inch, width * len(members) if len(members) <= BARS else 0.0) / 2
+        axes.hlines(mean, x - half, x + half, color=INK, linewidth=1.8, zorder=4)
+        if deviation:  # at the end of the line, where no member's own deviation is in the way
+            axes.errorbar(x + half, mean, deviation, color=INK, linewidth=0.9, capsize=1.5)
+
+
+def _bar(axes: Axes, x: float, values: Sequence[float], colour: str, width: float) -> None:
+    if not values:
+        return
+    mean, deviation = spread(values)
+    axes.bar(x, mean, width, color=colour, edgecolor="white", linewidth=0.6)
+    if deviation:
+        axes.errorbar(x, mean, deviation, color=INK, linewidth=0.9, capsize=1.5)
+
+
+def _box(axes: Axes, x: float, values: Sequence[float], colour: str, width: float) -> None:
+    thin = {"color": INK, "linewidth": 0.9}
+    axes.boxplot(
+        [values],
+        positions=[x],
+        widths=width,
+        whis=(0, 100),
+        patch_artist=True,
+        manage_ticks=False,
+        boxprops={"facecolor": colour, "edgecolor": INK, "linewidth": 0.9},
+        medianprops=thin,
+        whiskerprops=thin,
+        capprops=thin,
+    )
+
+
+def _name_groups(axes: Axes, groups: Sequence[Bars], inches: float) -> None:
+    """Write the names below: broken into lines that fit, or slanted where they cannot."""
+    room = 0.96 * inches / max(len(groups), 1)
+    fitting = [_wrapped(name, room) for name in map(_caption, groups)]
+    if all(fitting):
+        axes.set_xticks(range(len(groups)), ["\n".join(lines) for lines in fitting])
+        return
+    axes.set_xticks(range(len(groups)), [textwrap.fill(_caption(group), 22) for group in groups])
+    for label in axes.get_xticklabels():
+        label.set(rotation=35, ha="right", rotation_mode="anchor")
+
+
+def _caption(group: Bars) -> str:
+    members = _by_member(group)
+    if not any(members):
+        return f"{group.name} (no\N{NO-BREAK SPACE}result)"
+    return f"{group.name} ({len(members)})" if len(members) > BARS else group.name
+
+
+def _wrapped(text: str, room: float) -> list[str]:
+    """Break a text into as long lines as fit into so many inches; no lines at all if a word does not."""
+    for letters in range(len(text), 0, -1):
+        lines = textwrap.wrap(text, letters, break_long_words=False)
+        if all(inches_of(line) <= room for line in lines):
+            return lines
+    return []
+
+
+def _bar_legend(groups: Sequence[Bars]) -> list[Artist]:
+    sizes = [len(_by_member(group)) for group in groups]
+    handles: list[Artist] = []
+    if any(0 < size <= BARS for size in sizes):
+        handles.append(Patch(facecolor="#BBBBBB", label="one member"))
+    if any(size > BARS for size in sizes):
+        handles.append(Patch(facecolor="#BBBBBB", edgecolor=INK, label="quartiles and range of (n) members"))
+    handles.append(Line2D([], [], color=INK, linewidth=1.8, label="ensemble"))
+    if label := _deviation_label([len(group.members) for group in groups]):
+        handles.append(Line2D([], [], color=INK, linestyle="none", marker="|", markersize=9, label=label))
+    if any(known([group.paper]) for group in groups):
+        handles.append(Line2D([], [], **hollow((INK, "D")), label="paper: mean member"))
+    return handles
+
+
+# Lines
+
+
+def _line_panel(host: Axes, panel: LinePanel, pick: Pick, looks: Mapping[str, Look]) -> tuple[Axes, Axes]:
+    counts = {point.members for series in panel.series for point in (*series.points, *series.paper)}
+    start, end = min(counts, default=0), max(counts, default=1)
+    ours = [value for series in panel.series for point in series.points for value in around(pick(point))]
+    marks = _line_marks(panel, pick, looks, aside=0.045 * (end - start + 1))
+    axes, lowest = open_axes(host, ours, marks)
+    if not ours and not marks:
+        return axes, lowest
+    for series in panel.series:
+        _line(axes, [(point.members, pick(point)) for point in series.points if pick(point)], looks[series.name])
+    margin = max(0.5, 0.04 * (end - start))
+    axes.set_xlim(start - margin, end + margin)
+    if end - start < 10:
+        axes.set_xticks(range(start, end + 1))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
+    return axes, lowest
+
+
+def _line_marks(panel: LinePanel, pick: Pick, looks: Mapping[str, Look], aside: float) -> list[Mark]:
+    """The paper's values; those of ensembles of one size stand side by side, where equal ones would hide each other."""
+    marks = []
+    known = [(point.members, y, series.name) for series in panel.series for point in series.paper for y in pick(point)]
+    for members in {members for members, _, _ in known}:
+        same = [(y, looks[name]) for count, y, name in known if count == members]
+        marks += [Mark(members + (i - (len(same) - 1) / 2) * aside, y, look) for i, (y, look) in enumerate(same)]
+    return marks
+
+
+def _line(axes: Axes, points: Sequence[tuple[int, list[float]]], look: Look) -> None:
+    points = sorted(points)
+    x = [members for members, _ in points]
+    mean = [spread(values)[0] for _, values in points]
+    deviation = [spread(values)[1] for _, values in points]
+    axes.plot(x, mean, **solid(look))
+    if len(points) == 1 and any(deviation):
+        axes.errorbar(x, mean, deviation, color=look[0], linewidth=0.9, capsize=2)
+    elif any(deviation):
+        low = [m - d for m, d in zip(mean, deviation, strict=True)]
+        high = [m + d for m, d in zip(mean, deviation, strict=True)]
+        axes.fill_between(x, low, high, color=look[0], alpha=0.18, linewidth=0)
+
+
+def _line_legend(series: Sequence[Series], looks: Mapping[str, Look]) -> list[Artist]:
+    handles: list[Artist] = [Line2D([], [], **solid(look), label=name) for name, look in looks.items()]
+    if label := _deviation_label([len(point.accuracy) for one in series for point in one.points]):
+        handles.append(Patch(facecolor=INK, alpha=0.18, label=label))
+    if any(one.paper for one in series):
+        handles.append(Line2D([], [], **hollow((INK, "o")), label="paper (hollow)"))
+    return handles
+
+
+def _by_member(group: Bars) -> list[list[float]]:
+    """Group accuracies by member: one value per seed."""
+    return [percent(values) for values in itertools.zip_longest(*group.members)]
+
+
+def _deviation_label(seeds: Sequence[int]) -> str:
+    if max(seeds, default=1) == 1:
+        return ""
+    return f"± one standard deviation, {seeds[0]} seeds" if len(set(seeds)) == 1 else "± one standard deviation"
+
+
+def _check(figure: str, methods: Sequence[Sequence[object]]) -> None:
+    if not any(methods):
+        raise PluresError(f"{figure} was given nothing to draw: give it panels, one per data set, with methods in them")

@@ -1,0 +1,183 @@
+"""The tables and figures of the paper: which runs each needs, at which scale, and how it is drawn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from plures.errors import PluresError
+from plures.lab.compare.jobs import Comparison, Variant
+from plures.lab.compare.rows import PAPER_TITLE, Column, Row, columns, paper_data
+from plures.lab.methods import unknown
+from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, MIMO_PAPER, PAPER, TABLE3, Published
+from plures.lab.recipes import get_recipe
+from plures.lab.tables import UNKNOWN
+
+Scale = Literal["paper", "cpu", "digits"]
+SCALES: tuple[Scale, ...] = ("paper", "cpu", "digits")
+
+# The recipes that stand for the paper's data sets at each scale.
+RESNETS = {
+    "paper": ("cifar10", "cifar100", "cub200", "tiny-imagenet"),
+    "cpu": ("cifar10-cpu", "cifar100-cpu", "cub200-cpu", "tiny-imagenet-cpu"),
+    "digits": ("digits",),
+}
+WIDE_RESNETS = {
+    "paper": ("cifar10-wrn", "cifar100-wrn"),
+    "cpu": ("cifar10-wrn-cpu", "cifar100-wrn-cpu"),
+    "digits": ("digits-wrn",),
+}
+# The ablation needs convolutions: kernels can own nothing in a perceptron.
+CONVOLUTIONS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu"), "digits": ("digits-resnet",)}
+CIFARS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu"), "digits": ("digits",)}
+
+SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
+
+# In the order of the paper; packed ensembles came later.
+METHODS = (
+    "deterministic",
+    "mc-dropout",
+    "batch-ensemble",
+    "mimo",
+    "masksembles",
+    "packed-ensemble",
+    "orthogonal-dropout",
+    "deep-ensemble",
+)
+LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs where a deep ensemble has 200
+ABLATION = (
+    Variant("mc-dropout"),
+    Variant(
+        "orthogonal-dropout", ("optimize-masks=false", "classifier=split"), label="orthogonal-dropout, random masks"
+    ),
+    Variant("orthogonal-dropout", ("classifier=split",), label="orthogonal-dropout + MO"),
+    Variant("orthogonal-dropout", label="orthogonal-dropout + MO + FC"),
+    Variant("orthogonal-dropout", ("granularity=kernel",), label="orthogonal-dropout + MO + FC, kernels"),
+    Variant("deep-ensemble"),
+    Variant("deep-ensemble", ("classifier=fixed",), label="deep-ensemble + FC"),
+    Variant("deep-ensemble", longer=LONGER, label=f"deep-ensemble, {LONGER:g} x epochs"),
+)
+MOST_MEMBERS = 10
+MOST_MIMO_MEMBERS = 4  # more have no room in a ResNet
+
+
+@dataclass(frozen=True)
+class Target:
+    """One table or figure of the paper.
+
+    TARGETS["table3"].comparisons("digits")
+    """
+
+    about: str
+    recipes: Mapping[str, tuple[str, ...]]  # of each scale
+    variants: Callable[[str], tuple[Variant, ...]]  # of a recipe
+    columns: Callable[[Sequence[Row]], list[Column]] = columns
+    paper: Mapping[str, Mapping[str, Published]] = field(default_factory=dict)  # where it is not table 1 or 2
+    notes: dict[str, str] = field(default_factory=lambda: {"paper": PAPER})
+
+    def comparisons(self, scale: Scale, seeds: int | None = None, only: Sequence[str] = ()) -> list[Comparison]:
+        """List the runs that the target needs, one comparison per recipe; `only` leaves out the other recipes."""
+        for name in only:
+            if name not in self.recipes[scale]:
+                raise unknown(f"recipe of the scale {scale} here", name, self.recipes[scale])
+        if seeds is not None and seeds < 1:
+            raise PluresError(f"--seeds {seeds}: at least one is needed")
+        numbers = tuple(range(seeds or SEEDS[scale]))
+        return [
+            Comparison(name, recipe, self.variants(name), numbers, self.paper.get(paper_data(recipe.data), {}))
+            for name in only or self.recipes[scale]
+            for recipe in [get_recipe(name)]
+        ]
+
+
+def ablation_columns(rows: Sequence[Row]) -> list[Column]:
+    """Give the columns of the paper's table 3, and what each row costs.
+
+    [column.title for column in ablation_columns(rows)]
+    """
+    every = {column.title: column for column in columns(rows)}
+    order = ("member accuracy %", "accuracy %", "NLL", "ECE", "agreement", "size", "training epochs")
+    ours = [every[title] for title in order if title in every]
+    paper = Column("paper: member accuracy % / accuracy % / NLL / ECE / agreement", _paper_accuracy, _paper_cell)
+    return [*ours, paper] if PAPER_TITLE in every else ours
+
+
+def _paper_accuracy(row: Row) -> float | None:
+    return row.paper.accuracy if row.paper else None
+
+
+def _paper_cell(row: Row) -> str:
+    if row.paper is None:
+        return UNKNOWN
+    paper = row.paper
+    accuracies = [UNKNOWN if one is None else f"{100 * one:.1f}" for one in (paper.member_accuracy, paper.accuracy)]
+    others = [UNKNOWN if one is None else f"{one:.3g}" for one in (paper.nll, paper.ece, paper.agreement)]
+    return " / ".join(accuracies + others)
+
+
+def member_counts(recipe: str) -> tuple[Variant, ...]:
+    """List the runs of figure 2: an orthogonal dropout for each number of members, and the largest deep ensembles.
+
+        member_counts("digits")
+
+    The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
+    """
+    return (
+        *(_with_members("orthogonal-dropout", count, recipe) for count in range(2, MOST_MEMBERS + 1)),
+        Variant("deep-ensemble", members=MOST_MEMBERS, label="deep-ensemble"),
+        Variant("deep-ensemble", ("classifier=fixed",), members=MOST_MEMBERS, label="deep-ensemble + FC"),
+    )
+
+
+def member_counts_mimo(recipe: str) -> tuple[Variant, ...]:
+    """List the runs of figure 3: MIMO and orthogonal dropout with the numbers of members that MIMO has room for.
+
+    member_counts_mimo("digits")
+    """
+    counts = range(2, MOST_MIMO_MEMBERS + 1)
+    return (
+        *(_with_members("orthogonal-dropout", count, recipe) for count in counts),
+        *(_with_members("mimo", count, recipe) for count in counts),
+        Variant("deep-ensemble", members=MOST_MIMO_MEMBERS, label="deep-ensemble"),
+    )
+
+
+def _with_members(method: str, count: int, recipe: str) -> Variant:
+    """Leave the members to the recipe where it has as many: other tables have the same run."""
+    usual = Variant(method).recipe(get_recipe(recipe)).members
+    return Variant(method, members=None if count == usual else count, label=f"{method} {count}")
+
+
+def _methods(recipe: str) -> tuple[Variant, ...]:
+    return tuple(Variant(method) for method in METHODS)
+
+
+def _methods_wide(recipe: str) -> tuple[Variant, ...]:
+    # A wide network has room for a third image at once: so the MIMO paper uses it.
+    return tuple(Variant(one, members=3) if one == "mimo" else Variant(one) for one in METHODS)
+
+
+def _methods_with_members(recipe: str) -> tuple[Variant, ...]:
+    return tuple(Variant(one) for one in METHODS if one not in ("deterministic", "mc-dropout"))
+
+
+TARGETS = {
+    "table1": Target("all methods on four data sets", RESNETS, _methods, columns),
+    "table2": Target(
+        "all methods with a wide ResNet",
+        WIDE_RESNETS,
+        _methods_wide,
+        columns,
+        notes={"paper": PAPER, f"of which {', '.join(sorted(FROM_MIMO_PAPER))}": MIMO_PAPER},
+    ),
+    "table3": Target(
+        "what each part contributes",
+        CONVOLUTIONS,
+        lambda recipe: ABLATION,
+        ablation_columns,
+        TABLE3,
+        notes={"paper": PAPER, "mc-dropout": MC_DROPOUT_NOTE},
+    ),
+    "figure1": Target("the accuracy of each member", RESNETS, _methods_with_members),
+    "figure2": Target("quality against the number of members", CIFARS, member_counts),
+    "figure3": Target("quality against the number of members, with MIMO", CIFARS, member_counts_mimo),
+}

@@ -1,0 +1,1 @@
+"""How long things take: ratios, costs of methods, estimates of recipes."""

@@ -1,0 +1,1 @@
+"""Speed and size against the alternatives: what `plures bench` measures."""

@@ -1,0 +1,149 @@
+"""The whole benchmark, and how it is written down."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from plures.lab.timing.bench.inference import affordable_ratios, bf16_ratio, prediction_ratios, side_by_side_ratio
+from plures.lab.timing.bench.measure import LeftOut, Ratio
+from plures.lab.timing.bench.methods import MethodCost, method_costs
+from plures.lab.timing.bench.size import file_ratios, memory_ratios
+from plures.lab.timing.bench.subjects import NARROW_RESNET, RESNET18, TRANSFORMER, WIDE_RESNET, Subject
+from plures.lab.timing.bench.training import data_ratios, mask_ratios, step_ratios
+from plures.lab.training.distributed import resolve
+from plures.version import __version__
+
+
+def precision_here() -> str:
+    """Name the precision that training takes on this machine: bf16 only where the processor multiplies in it.
+
+    >>> precision_here() in ("bf16", "float32")
+    True
+    """
+    return "bf16" if resolve("auto", torch.device("cpu")) == "bf16" else "float32"
+
+
+def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
+    """Measure a ResNet18: with `quick` only what has a bar.
+
+    for ratio in ratios(quick=True): print(ratio)
+    """
+    precision = precision_here()
+    yield from step_ratios(RESNET18, 64, precision, rounds=7)
+    yield from mask_ratios(rounds=7)
+    yield from data_ratios(rounds=9)
+    yield from file_ratios(RESNET18, rounds=5)
+    yield from memory_ratios(RESNET18, rounds=3)
+    yield from prediction_ratios(RESNET18, 128, "float32", rounds=3)
+    if quick:
+        return
+    yield from prediction_ratios(RESNET18, 1, "float32", rounds=5, compiled=True)
+    yield from prediction_ratios(RESNET18, 32, "float32", rounds=2)
+    if precision == "bf16":
+        for batch in (1, 32, 128):
+            yield from prediction_ratios(RESNET18, batch, "bf16", rounds=2)
+    else:
+        yield bf16_ratio(RESNET18, rounds=3)
+    for batch in (1, 8):
+        yield side_by_side_ratio(NARROW_RESNET, batch, rounds=9)
+
+
+def all_large_ratios() -> Iterator[Ratio | LeftOut]:
+    """Measure a wide ResNet and a transformer of the size of ViT-S.
+
+    for ratio in all_large_ratios(): print(ratio)
+    """
+    for subject in (TRANSFORMER, WIDE_RESNET):  # the quicker one first
+        yield from large_ratios(subject, precision_here())
+
+
+def large_ratios(
+    subject: Subject, precision: str, batches: Sequence[int] = (1, 32, 128), rounds: int = 2
+) -> Iterator[Ratio | LeftOut]:
+    """Measure a large network, and its predictions at the batch sizes that it gets through in reasonable time.
+
+        for found in large_ratios(WIDE_RESNET, "float32"): print(found)
+
+    Predictions are in float32, and also in bf16 where the processor is made for it.
+    """
+    yield from step_ratios(subject, 4, precision, rounds)
+    yield from file_ratios(subject, rounds)
+    yield from memory_ratios(subject, rounds=1)
+    for each in dict.fromkeys(("float32", precision)):
+        yield from affordable_ratios(subject, batches, each, rounds)
+
+
+def costs() -> Iterator[MethodCost]:
+    """Measure what each method costs on ResNet18.
+
+    for cost in costs(): print(cost)
+    """
+    yield from method_costs(batch=16, precision=precision_here(), rounds=2)
+
+
+def machine() -> dict[str, str | int]:
+    """Describe the machine that measured.
+
+    machine()["threads"]
+    """
+    model = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    return {
+        "plures": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": model,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count() or 1,
+    }
+
+
+def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> None:
+    """Write results.json and results.md into a folder.
+
+    write(Path("benchmarks"), list(ratios()), list(costs()))
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"machine": machine(), "ratios": [asdict(r) | {"met": r.met} for r in found]}
+    document["methods"] = [asdict(cost) for cost in table]
+    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+    (folder / "results.md").write_text(markdown(found, table))
+
+
+def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
+    """Write the results as Markdown.
+
+    print(markdown(list(ratios()), []))
+    """
+    about = ", ".join(f"{name} {value}" for name, value in machine().items())
+    lines = ["# Benchmark", "", f"Made by `make bench`. {about}.", ""]
+    lines += [
+        "Ratios measured side by side in one run: median of the rounds, with the least and the largest.",
+        "",
+    ]
+    lines += ["| measure | setting | ratio | spread | bar |", "|---|---|---|---|---|"]
+    for one in found:
+        if isinstance(one, LeftOut):
+            lines.append(f"| {one.name} | {one.setting} | | | left out: {one.why} |")
+            continue
+        sign = ">=" if one.at_least else "<="
+        bar = "" if one.bar is None else f"{sign} {one.bar:g} {'met' if one.met else '**missed**'}"
+        lines.append(f"| {one.name} | {one.setting} | {one.value:.3f} | {one.low:.3f} to {one.high:.3f} | {bar} |")
+    if table:
+        lines += ["", "Each method on ResNet18-CIFAR, relative to the plain network, batch 16.", ""]
+        lines += ["| method | members | parameters | file | training step | prediction |", "|---|---|---|---|---|---|"]
+        for cost in table:
+            numbers = (cost.parameters, cost.file, cost.step, cost.prediction)
+            lines.append(f"| {cost.method} | {cost.members} | " + " | ".join(f"{n:.2f}" for n in numbers) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []

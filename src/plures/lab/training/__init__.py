@@ -1,0 +1,1 @@
+"""Train an ensemble stage by stage: resumable, in mixed precision, on many devices."""

@@ -1,0 +1,200 @@
+"""The training engine: one way through all methods, because all are sequences of stages."""
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plures.ensemble import Ensemble, Step
+from plures.errors import PluresError
+from plures.lab.data import Data
+from plures.lab.recipes import Recipe
+from plures.lab.runs.config import describe
+from plures.lab.runs.folder import RunFolder
+from plures.lab.training.checkpoint import Position, pack, position_of, unpack
+from plures.lab.training.distributed import Processes
+from plures.lab.training.loop import StageLoop
+from plures.lab.training.progress import Display
+from plures.storage import load, save
+
+Network = nn.Module | Callable[[], nn.Module]
+
+
+def fit(
+    ensemble: Ensemble,
+    data: Data,
+    recipe: Recipe,
+    run: str | Path | None = None,
+    *,
+    network: Network | None = None,
+    trackers: Sequence[Any] = (),
+    quiet: bool = False,
+) -> Ensemble:
+    """Train all open stages of an ensemble.
+
+        recipe = get_recipe("digits")
+        fit(ensemble, open_data("digits"), recipe, run="runs/digits", network=network)
+
+    With a `run` folder nothing is lost when the machine dies: the same call goes on after the last epoch and ends with
+    the same bits, and a finished run returns at once. What the folder holds replaces what the ensemble holds; reading
+    it takes the `network` that the ensemble was made from, or a function that makes one. Several processes
+    (`accelerate launch`, `torchrun`) share every batch, and one of them writes. `trackers` are those of accelerate.
+    """
+    processes = Processes(recipe.precision, trackers, run)
+    processes.batch_size(recipe)
+    folder = None if run is None else RunFolder(run)
+    config = describe(ensemble, data, recipe, processes.precision)
+    with ExitStack() as stack:
+        stack.enter_context(_own_random_numbers(processes.device))
+        if folder is not None:
+            processes.on_main(lambda: stack.enter_context(folder.locked()))
+            processes.on_main(lambda: folder.begin(config))
+            _restore(ensemble, folder, network, processes)
+        ensemble.to(processes.device)
+        _refuse_different_starts(ensemble, processes)
+        epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
+        display = stack.enter_context(Display(ensemble.plan(), epochs, quiet=quiet or not processes.main))
+        stack.enter_context(processes.tracking(config["recipe"]))
+        _Run(ensemble, data, recipe, folder, processes, display).train()
+    return ensemble
+
+
+def _restore(ensemble: Ensemble, folder: RunFolder, network: Network | None, processes: Processes) -> None:
+    """Bring the ensemble to where the run folder is; a new folder gets its first file."""
+    name = processes.on_main(lambda: next((p.name for p in (folder.ensemble, folder.partial) if p.is_file()), None))
+    if name is None:
+        # Even before the first epoch: the next process may draw another network.
+        processes.on_main(lambda: save(ensemble, folder.partial))
+        return
+    if network is None:
+        raise PluresError(
+            f"{folder.path} holds {name} already: to read it, give fit the network that the ensemble was made from "
+            "(network=...)"
+        )
+    path = folder.path / name
+    if processes.world == 1:
+        loaded = load(path, network)
+    else:
+        # The folder may lie on the main process's machine alone.
+        contents = processes.on_main(path.read_bytes)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            copied = Path(elsewhere) / name
+            copied.write_bytes(contents)
+            loaded = load(copied, network)
+    loss = ensemble.loss  # a function: no file holds it
+    # The caller keeps the ensemble that it gave: whether a run was cut or not shall make no difference.
+    ensemble.__dict__.clear()
+    ensemble.__dict__.update(loaded.__dict__)
+    ensemble.loss = loss
+
+
+class _Run:
+    """Go through the open stages and keep the folder, if there is one, up to date."""
+
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        data: Data,
+        recipe: Recipe,
+        folder: RunFolder | None,
+        processes: Processes,
+        display: Display,
+    ) -> None:
+        self.ensemble = ensemble
+        self.data = data
+        self.recipe = recipe
+        self.folder = folder
+        self.processes = processes
+        self.display = display
+
+    def train(self) -> None:
+        state = self._saved_state()
+        if self._next() is None:
+            self.display.say("the ensemble is finished: nothing is left to train")
+        while (step := self._next()) is not None:
+            self._train_stage(step, state)
+            state = None
+        if self.folder is not None:
+            self.processes.on_main(self.folder.clean)
+
+    def _train_stage(self, step: Step, state: bytes | None) -> None:
+        loop = StageLoop(self.ensemble, step, self.data, self.recipe, self.processes)
+        done = 0
+        if state is not None:
+            done = self._restore_stage(loop, state)
+            self.display.say(f"going on with {step.name} after epoch {done} of {loop.epochs}")
+        self.display.stage(step, done)
+        before = sum(self.recipe.epochs.of(one.phase) for one in self.ensemble.plan() if one.committed)
+        for number in range(done + 1, loop.epochs + 1):
+            record = loop.epoch(number)
+            self._save_epoch(loop, record)
+            self.processes.track(record, step=before + number)
+            self.display.epoch(record)
+        loop.close()
+        loop.stage.commit()
+        self._save_ensemble()
+
+    def _next(self) -> Step | None:
+        return next((step for step in self.ensemble.plan() if not step.committed), None)
+
+    def _committed(self) -> int:
+        return sum(step.committed for step in self.ensemble.plan())
+
+    def _saved_state(self) -> bytes | None:
+        """Read the state of the open stage, if there is one, and cut the log to what belongs to it."""
+        if self.folder is None or self._next() is None:
+            return None
+        state = self.processes.on_main(self.folder.read_state)
+        position = Position(0, 0, 0, {}) if state is None else position_of(state)
+        self.processes.on_main(partial(self.folder.cut_log, position.log_length))
+        return state if position.committed == self._committed() else None
+
+    def _restore_stage(self, loop: StageLoop, state: bytes) -> int:
+        position = position_of(state)
+        unpack(state, loop.stage, loop.optimizer)
+        self.processes.set_loss_scale(position.loss_scale)
+        return position.epoch
+
+    def _save_epoch(self, loop: StageLoop, record: Mapping[str, Any]) -> None:
+        if self.folder is not None:
+            self.processes.on_main(partial(self._write_epoch, self.folder, loop, record))
+
+    def _write_epoch(self, folder: RunFolder, loop: StageLoop, record: Mapping[str, Any]) -> None:
+        length = folder.append_record(record)  # before the state, which says how much of the log counts
+        position = Position(self._committed(), record["epoch"], length, self.processes.loss_scale())
+        folder.write(folder.state, pack(loop.stage, loop.optimizer, position))
+
+    def _save_ensemble(self) -> None:
+        if self.folder is not None:
+            path = self.folder.partial if self._next() else self.folder.ensemble
+            self.processes.on_main(partial(save, self.ensemble, path))
+
+
+def _refuse_different_starts(ensemble: Ensemble, processes: Processes) -> None:
+    if processes.world > 1:
+        digest = hashlib.sha256()
+        for tensor in ensemble.tensors().values():
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        processes.check_equal(
+            digest.hexdigest(),
+            "the processes start from different ensembles: call torch.manual_seed with one number before making the "
+            "network",
+        )
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leave the caller's random generators as they were, and let the same numbers give the same bits on a GPU, too."""
+    with_generator = device.type not in ("cpu", "mps")
+    kind = {"device_type": device.type} if with_generator else {}
+    with (
+        torch.random.fork_rng(devices=[device] if with_generator else [], **kind),
+        torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True),
+    ):
+        yield

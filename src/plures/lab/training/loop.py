@@ -1,0 +1,226 @@
+"""Train one stage, epoch by epoch."""
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plures.ensemble import Ensemble, Loss, Stage, Step
+from plures.errors import PluresError
+from plures.lab.data import Augment, Data, batches, steps
+from plures.lab.recipes import Recipe
+from plures.lab.training.checkpoint import prime
+from plures.lab.training.distributed import Processes
+from plures.lab.training.schedule import learning_rate
+
+CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
+
+
+class StageLoop:
+    """Hold a stage with its optimizer, and train it for one epoch at a time.
+
+        loop = StageLoop(ensemble, step, data, recipe, processes)
+        records = [loop.epoch(number) for number in range(1, loop.epochs + 1)]
+
+    All random numbers of an epoch follow from the seed, the stage, the epoch and the process: an epoch does not care
+    whether those before it ran in the same process.
+    """
+
+    def __init__(self, ensemble: Ensemble, step: Step, data: Data, recipe: Recipe, processes: Processes) -> None:
+        self.data = data
+        self.recipe = recipe
+        self.processes = processes
+        self.epochs = recipe.epochs.of(step.phase)
+        self.batch_size = processes.batch_size(recipe)
+        self.augment = Augment(crop=recipe.crop, flip=recipe.flip, resized_crop=recipe.resized_crop)
+        # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
+        self.drop_last = len(data.train) >= recipe.batch_size
+        self.steps = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
+        self.loss = Watched(smoothed(ensemble.loss, recipe.label_smoothing))
+        torch.manual_seed(seed_of(recipe.seed, "open", step.name))
+        with _loss_of(ensemble, self.loss):
+            self.stage = ensemble.open(step)
+        self.stage.to(processes.device)
+        self.stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.optimizer = make_optimizer(self.stage, recipe)
+        self.model, self._stepper = processes.prepare(self.stage, self.optimizer)
+        prime(self.optimizer)
+
+    def epoch(self, number: int) -> dict[str, Any]:
+        """Train for one epoch, counted from 1, and return its record."""
+        started = time.perf_counter()
+        loss, accuracy = self._train(number)
+        trained = time.perf_counter()
+        # Each process has seen its own images: their mean is what the ensemble shall keep.
+        self.processes.average(self.stage.buffers())
+        validation = self.validate()
+        return {
+            "stage": self.stage.name,
+            "phase": self.stage.phase,
+            "member": self.stage.member,
+            "epoch": number,
+            "epochs": self.epochs,
+            "loss": loss,
+            "train_accuracy": accuracy,
+            "validation_accuracy": validation,
+            "learning_rate": self._rate(number * self.steps - 1),
+            "images_per_second": round(self.steps * self.batch_size * self.processes.world / (trained - started), 1),
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+
+    def validate(self) -> float | None:
+        """Measure the accuracy on the validation images; None where there are none."""
+        split = self.data.validation
+        if not len(split):
+            return None
+        rank, world, device = self.processes.rank, self.processes.world, self.processes.device
+        right = torch.zeros((), device=device)
+        own = len(range(rank, len(split), world))  # the order wraps around at its end: those come twice
+        self.stage.eval()
+        with torch.no_grad(), self.processes.accelerator.autocast():
+            for images, labels in batches(split, self.batch_size, shuffle=False, rank=rank, world=world, device=device):
+                answers = _answers(self.stage.logits(images))
+                right += (answers == labels)[:own].sum()
+                own -= len(labels)
+        self.stage.train()
+        return self.processes.sum(right).item() / len(split)
+
+    def close(self) -> None:
+        """Make the stage the same in all processes and let go of the optimizer."""
+        self.processes.take_from_main([*self.stage.parameters(), *self.stage.buffers()])
+        self.processes.accelerator.free_memory()
+
+    def _train(self, number: int) -> tuple[float, float | None]:
+        rank, world, device = self.processes.rank, self.processes.world, self.processes.device
+        seed = seed_of(self.recipe.seed, self.stage.name)
+        torch.manual_seed(seed_of(seed, "epoch", number, rank))
+        stream = batches(
+            self.data.train,
+            self.batch_size,
+            seed=seed,
+            epoch=number,
+            augment=self.augment,
+            drop_last=self.drop_last,
+            rank=rank,
+            world=world,
+            device=device,
+        )
+        total = torch.zeros((), device=device)
+        self.loss.reset(device)
+        first = (number - 1) * self.steps
+        for index, (images, labels) in enumerate(stream, start=1):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate(first + index - 1)
+            loss = self.model(images, labels)
+            self.optimizer.zero_grad()
+            self.processes.accelerator.backward(loss)
+            if self.recipe.clip is not None:
+                self.processes.accelerator.clip_grad_norm_(self.stage.parameters(), self.recipe.clip)
+            self._stepper.step()
+            total += loss.detach()
+            if index % CHECK_EVERY == 0 or index == self.steps:
+                self._refuse_nan(self.processes.sum(total).item(), number)
+        if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
+            self._refuse_nan(math.nan, number)
+        counts = self.processes.sum(torch.stack([self.loss.right, self.loss.seen]))
+        accuracy = (counts[0] / counts[1]).item() if counts[1] else None
+        return self.processes.sum(total).item() / (self.steps * world), accuracy
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(self.recipe, step, self.steps * self.epochs, self.steps)
+
+    def _refuse_nan(self, loss: float, number: int) -> None:
+        if not math.isfinite(loss):
+            rate = self.optimizer.param_groups[0]["lr"]
+            raise PluresError(
+                f"the loss is no number any more in stage '{self.stage.name}', epoch {number}, at the learning rate "
+                f"{rate:g}; the state before this epoch is kept: train in a new run folder with a lower "
+                "learning rate, a longer warm-up or gradient clipping (clip)"
+            )
+
+
+class Watched(nn.Module):
+    """A loss that counts right answers on its way, so that training accuracy costs no forward pass.
+
+    watched = Watched(F.cross_entropy)
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+        self.reset(torch.device("cpu"))
+
+    def reset(self, device: torch.device) -> None:
+        """Count from zero."""
+        self.right = torch.zeros((), device=device)
+        self.seen = torch.zeros((), device=device)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
+        if logits.dim() == 2 and targets.dim() == 1:  # anything else is no classification
+            self.right += (logits.detach().argmax(1) == targets).sum()
+            self.seen += len(targets)
+        return self.loss(logits, targets)
+
+
+def smoothed(loss: Loss, smoothing: float) -> Loss:
+    """Give the cross-entropy its label smoothing; other losses have none to give.
+
+    loss = smoothed(F.cross_entropy, 0.1)
+    """
+    if not smoothing:
+        return loss
+    if loss is not F.cross_entropy:
+        raise PluresError(
+            f"label_smoothing={smoothing} works with the default loss alone: set it to 0 and smooth in your own loss"
+        )
+    return partial(F.cross_entropy, label_smoothing=smoothing)
+
+
+def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
+    """Make the optimizer that a recipe names, with the weight decay where the method wants it.
+
+    optimizer = make_optimizer(stage, recipe)
+    """
+    groups = stage.parameter_groups(recipe.weight_decay)
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.learning_rate)
+    return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, nesterov=recipe.nesterov)
+
+
+def seed_of(*key: object) -> int:
+    """Turn what names a purpose into a seed of 63 bits.
+
+    torch.manual_seed(seed_of(recipe.seed, stage.name, epoch, rank))
+    """
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def _loss_of(ensemble: Ensemble, loss: Loss) -> Iterator[None]:
+    """Lend an ensemble a loss; its stages take over what it has when they are opened."""
+    own = ensemble.loss
+    _set_loss(ensemble, loss)
+    try:
+        yield
+    finally:
+        _set_loss(ensemble, own)
+
+
+def _set_loss(ensemble: Ensemble, loss: Loss) -> None:
+    del ensemble.loss  # without this, a module cannot be replaced by a function
+    ensemble.loss = loss
+
+
+def _answers(logits: Tensor) -> Tensor:
+    """Answer as the stage does: a stage of several members by their mean probability."""
+    if logits.dim() == 3:
+        logits = logits.float().softmax(-1).mean(0)
+    return logits.argmax(-1)

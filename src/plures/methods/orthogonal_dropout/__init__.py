@@ -1,0 +1,1 @@
+"""Orthogonal dropout, and everything that only this method needs."""

@@ -1,0 +1,174 @@
+"""Who owns which weight: one small integer per weight, or per kernel. Overlap cannot be written down."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plures.errors import PluresError
+from plures.seeding import generator
+from plures.tensors import inner_names
+
+FREE = 255  # the owner of a weight that no member owns yet
+Granularity = Literal["weight", "kernel"]
+
+
+class Partition(nn.Module):
+    """Keep the owner of every split weight; every write is checked.
+
+        partition = Partition({"conv.weight": (64, 3, 3, 3)}, members=5)
+        partition.randomise(seed=0)
+        partition.owners()["conv.weight"]  # uint8, 0 to 4
+
+    Owners have the shape of the weight with granularity "weight", and (outputs, inputs, 1, 1) with "kernel": they
+    broadcast against the weight either way, so a coarser structure is one more rule in `owner_shape`. Within a
+    tensor the members' sizes differ by at most one.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
+        super().__init__()
+        if not isinstance(members, int) or not 2 <= members <= 255:
+            raise PluresError(f"members={members!r}: a network splits into 2 to 255 members")
+        if granularity not in get_args(Granularity):
+            raise PluresError(f"granularity={granularity!r}; use one of {', '.join(get_args(Granularity))}")
+        self.members = members
+        self.granularity = granularity
+        self._buffer_names = inner_names(shapes)
+        for name, shape in shapes.items():
+            owners = torch.full(owner_shape(shape, granularity), FREE, dtype=torch.uint8)
+            if owners.numel() < members:
+                raise PluresError(
+                    f"{name!r} has {owners.numel()} {granularity}s and cannot be split among {members} members; "
+                    "give it the role 'private'"
+                )
+            self.register_buffer(self._buffer_names[name], owners)
+        self.register_load_state_dict_post_hook(_check_after_load)  # type: ignore[no-untyped-call]
+
+    def owners(self) -> dict[str, Tensor]:
+        """Map each split tensor's name to its owners: uint8, 255 where free."""
+        return {name: self.get_buffer(buffer) for name, buffer in self._buffer_names.items()}
+
+    def budget(self, name: str, member: int) -> int:
+        """Count the weights (or kernels) of one tensor that a member owns when it is complete."""
+        return sizes(self.get_buffer(self._buffer_names[name]).numel(), self.members)[member]
+
+    def owned(self, name: str, member: int) -> Tensor:
+        """Tell where a member owns a tensor, as a boolean mask."""
+        return self.get_buffer(self._buffer_names[name]) == member
+
+    def free(self, name: str) -> Tensor:
+        """Tell where nobody owns a tensor, as a boolean mask."""
+        return self.owned(name, FREE)
+
+    def claim(self, member: int, chosen: Mapping[str, Tensor]) -> None:
+        """Give a member its weights, one boolean mask per tensor; refuse anything but exactly its share."""
+        if set(chosen) != set(self._buffer_names):
+            raise PluresError(f"member {member} must choose from every split tensor, and from no other")
+        for name, mask in chosen.items():
+            owners = self.get_buffer(self._buffer_names[name])
+            if mask.shape != owners.shape or mask.dtype != torch.bool:
+                raise PluresError(f"the choice for {name!r} must be a boolean mask of shape {tuple(owners.shape)}")
+            if bool((mask.to(owners.device) & (owners != FREE)).any()):
+                raise PluresError(f"member {member} chose weights of {name!r} that another member owns")
+            if int(mask.sum()) != self.budget(name, member):
+                raise PluresError(
+                    f"member {member} chose {int(mask.sum())} of {name!r}; its share is {self.budget(name, member)}"
+                )
+        for name, mask in chosen.items():
+            owners = self.get_buffer(self._buffer_names[name])
+            owners.masked_fill_(mask.to(owners.device), member)
+
+    def release(self, member: int) -> None:
+        """Free all weights of a member."""
+        for owners in self.owners().values():
+            owners.masked_fill_(owners == member, FREE)
+
+    def check(self, owners: Mapping[str, Tensor]) -> None:
+        """Refuse owners that are no partition: every member has all of its share or nothing."""
+        if set(owners) != set(self._buffer_names):
+            raise PluresError("owners must be given for every split tensor, and for no other")
+        for name, given in owners.items():
+            buffer = self.get_buffer(self._buffer_names[name])
+            if given.shape != buffer.shape or given.dtype != torch.uint8:
+                raise PluresError(f"owners of {name!r} must be uint8 of shape {tuple(buffer.shape)}")
+            values = given.cpu().numpy()
+            count = {member: np.count_nonzero(values == member) for member in (*range(self.members), FREE)}
+            if sum(count.values()) != values.size:
+                raise PluresError(f"owners of {name!r} name a member beyond {self.members - 1}")
+            for member in range(self.members):
+                if count[member] not in (0, self.budget(name, member)):
+                    raise PluresError(
+                        f"member {member} owns {count[member]} of {name!r}; its share is {self.budget(name, member)}"
+                    )
+
+    def assign(self, owners: Mapping[str, Tensor]) -> None:
+        """Write all owners at once, from a file for example; refuse what is no partition."""
+        self.check(owners)
+        for name, given in owners.items():
+            self.get_buffer(self._buffer_names[name]).copy_(given)
+
+    def randomise(self, seed: int) -> None:
+        """Split every tensor at random into equal shares."""
+        owners = {}
+        for name, current in self.owners().items():
+            shares = torch.tensor(sizes(current.numel(), self.members))
+            in_order = torch.arange(self.members, dtype=torch.uint8).repeat_interleave(shares)
+            shuffle = torch.randperm(current.numel(), generator=generator(seed, "partition", name))
+            owners[name] = in_order[shuffle].reshape(current.shape)
+        self.assign(owners)
+
+
+def _check_after_load(partition: Partition, _incompatible: object) -> None:
+    partition.check(partition.owners())
+
+
+def owner_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ...]:
+    """Give the shape of a weight's owners, which broadcasts against the weight.
+
+    >>> owner_shape((64, 3, 3, 3), "kernel")
+    (64, 3, 1, 1)
+    """
+    if granularity == "weight":
+        return tuple(shape)
+    return tuple(shape[:2]) + (1,) * len(shape[2:])
+
+
+def sizes(count: int, members: int) -> list[int]:
+    """Share out a count so that sizes differ by at most one.
+
+    >>> sizes(13, 5)
+    [3, 3, 3, 2, 2]
+    """
+    return [count // members + (member < count % members) for member in range(members)]
+
+
+class Private(nn.Module):
+    """Keep one copy per member of some tensors, as rows of one stack each.
+
+    private = Private({"bn.weight": network.bn.weight}, members=5)
+    private.rows(2)["bn.weight"]
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], members: int) -> None:
+        super().__init__()
+        self._shapes = {name: tensor.shape for name, tensor in like.items()}
+        self._stack_names = inner_names(like)
+        for name, tensor in like.items():
+            # Flat rows: a stack of images' weights would be taken for a video's when the memory format changes.
+            stack = tensor.detach().reshape(1, -1).repeat(members, 1)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(self._stack_names[name], nn.Parameter(stack, tensor.requires_grad))
+            else:
+                self.register_buffer(self._stack_names[name], stack)
+
+    def rows(self, member: int) -> dict[str, Tensor]:
+        """Give one member's tensors by name, as views."""
+        return {name: getattr(self, s)[member].view(self._shapes[name]) for name, s in self._stack_names.items()}
+
+    def write(self, member: int, values: Mapping[str, Tensor]) -> None:
+        """Overwrite all tensors of one member."""
+        with torch.no_grad():
+            for name, row in self.rows(member).items():
+                row.copy_(values[name])

@@ -1,0 +1,1 @@
+"""Packed-Ensembles, with the layers that run narrow members side by side."""

@@ -1,0 +1,269 @@
+"""Layers that run narrow members of a network side by side."""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+
+from plures.errors import PluresError
+from plures.methods.building import widths
+from plures.methods.tiling import Rows, around, replace
+from plures.tensors import draw, moments
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+WHOLE = 1e-6  # how far from a whole number a width may be: alpha is a float
+
+
+class Fold:
+    """Bring the members of a sample side by side on the channel axis for one layer, and back into the batch after it.
+
+        around(nn.Conv2d(128, 128, 3, groups=4), Fold(4, rows))
+
+    In the batch the members of a sample follow each other, so both are mere views of the same numbers.
+    """
+
+    def __init__(self, members: int, rows: Rows) -> None:
+        self.members = members
+        self.rows = rows
+
+    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Turn [batch x members, width, ...] into [batch, members x width, ...]."""
+        return self.split(x).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """Turn [batch, members x width, ...] into [batch x members, width, ...]."""
+        y = torch.unflatten(y, 1, (self.members, -1))
+        y = torch.unflatten(y, 0, (self.rows.count // self.members, -1))
+        return y.transpose(1, 2).flatten(0, 2)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Turn [rows, ...] into [batch, members, rows of one member, ...]."""
+        each = self.rows.per_row(x)
+        return torch.unflatten(x, 0, (self.rows.count // self.members, self.members, each))
+
+
+class PackedLinear(nn.Module):
+    """Apply a Linear of its own to each member's rows, cut into groups.
+
+    PackedLinear(weight, bias, Fold(4, rows))
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, fold: Fold) -> None:
+        super().__init__()
+        self.weight = weight  # [members x groups, outputs of a group, inputs of a group]
+        self.bias = bias  # [members, outputs]
+        self.fold = fold
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [rows, ..., inputs] to [rows, ..., outputs]."""
+        x = self.fold.split(x).movedim(1, -2).flatten(-2)
+        y = torch.einsum("...gi,goi->...go", torch.unflatten(x, -1, (len(self.weight), -1)), self.weight)
+        y = torch.unflatten(y.flatten(-2), -1, (self.fold.members, -1))
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.movedim(-2, 1).flatten(0, 2)
+
+
+class PackedLayerNorm(nn.Module):
+    """Normalise each row over its width, with scale and shift of its member's own.
+
+    PackedLayerNorm(1e-5, weight, bias, Fold(4, rows))
+    """
+
+    def __init__(self, eps: float, weight: nn.Parameter | None, bias: nn.Parameter | None, fold: Fold) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = weight  # [members, width]
+        self.bias = bias
+        self.fold = fold
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [rows, ..., width]."""
+        y = self.fold.split(F.layer_norm(x, x.shape[-1:], eps=self.eps)).movedim(1, -2)
+        if self.weight is not None:
+            y = y * self.weight
+        if self.bias is not None:
+            y = y + self.bias
+        return y.movedim(-2, 1).flatten(0, 2)
+
+
+class Packing:
+    """Say how wide each layer of a member is, and pack a network's layers accordingly.
+
+        packing = Packing(network, members=4, alpha=2.0, gamma=1, first="stem", last="fc", seed=0)
+        network = packing.pack(network)
+
+    Where alpha is None it becomes the one nearest to sqrt(members) that makes every width whole.
+    """
+
+    def __init__(
+        self, network: nn.Module, members: int, alpha: float | None, gamma: int, first: str, last: str, seed: int
+    ) -> None:
+        refuse_unknown(network)
+        self.members = members
+        self.gamma = gamma
+        self.first = first
+        self.last = last
+        self.seed = seed
+        self.rows = Rows()
+        self.fold = Fold(members, self.rows)
+        self.step = self._alpha_step(network)
+        self.alpha = self.step * max(1, round(math.sqrt(members) / self.step)) if alpha is None else float(alpha)
+        self._moments = moments(network)
+        self._packed: dict[Tensor, nn.Parameter] = {}  # by what they were made from: tied parameters stay tied
+
+    def pack(self, network: nn.Module) -> nn.Module:
+        """Copy a network with all its layers packed."""
+        packed = copy.deepcopy(network)
+        others: dict[nn.Module, nn.Module] = {}
+        for name, module in packed.named_modules():
+            if isinstance(module, nn.Linear):
+                others[module] = self._linear(name, module)
+            elif isinstance(module, Convolution):
+                self._widen_convolution(name, module)
+            elif isinstance(module, _NormBase | nn.GroupNorm):
+                self._widen_norm(name, module)
+            elif isinstance(module, nn.LayerNorm):
+                others[module] = self._layer_norm(name, module)
+        return replace(packed, others)
+
+    def _alpha_step(self, network: nn.Module) -> float:
+        """Find the number of which alpha must be a multiple, so that widths are whole and groups are full."""
+        hidden: list[int] = []
+        parts = [self.gamma]
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Linear | Convolution):
+                inputs, outputs = widths(module)
+                hidden += [inputs] * (name != self.first) + [outputs] * (name != self.last)
+            if isinstance(module, Convolution) and not is_depthwise(module):
+                parts.append(self.gamma * module.groups)
+            elif isinstance(module, nn.GroupNorm):
+                parts.append(module.num_groups)
+        return math.lcm(*parts) * self.members / (math.gcd(*hidden) or 1)
+
+    def _width(self, name: str, given: int, parts: int) -> int:
+        """Give the width that a member has where the network has `given`, which must fall into equal parts."""
+        width = self.alpha * given / self.members
+        whole = round(width)
+        if whole >= 1 and abs(width - whole) < WHOLE * whole and whole % parts == 0:
+            return whole
+        below = math.floor(self.alpha / self.step) * self.step
+        advice = f"{below:.10g} or {below + self.step:.10g}" if below else f"{self.step:.10g}"
+        raise PluresError(
+            f"with alpha={self.alpha:g} each of {self.members} members has {width:g} of the {given} channels of "
+            f"{name!r}{f', in {parts} groups' if parts > 1 else ''}; use alpha={advice}, or leave it out"
+        )
+
+    def _widths(self, name: str, module: nn.Linear | Convolution, parts: int) -> tuple[int, int]:
+        inputs, outputs = widths(module)
+        return (
+            inputs if name == self.first else self._width(name, inputs, parts),
+            outputs if name == self.last else self._width(name, outputs, parts),
+        )
+
+    def _groups(self, name: str) -> int:
+        return 1 if name in (self.first, self.last) else self.gamma
+
+    def _parameter(self, name: str, like: Tensor, shape: tuple[int, ...], gain: float = 1.0) -> nn.Parameter:
+        """Draw a parameter afresh, or fill it with the values that the network starts from."""
+        name = name.lstrip(".")  # of a network that is itself a layer
+        if like not in self._packed:
+            if name in self._moments:
+                mean, deviation = self._moments[name]
+                values = draw(name, like.new_empty(shape), {name: (mean, deviation * gain)}, self.seed, "packed")
+            else:
+                values = _around_again(like.detach().flatten(), math.prod(shape)).reshape(shape)
+            self._packed[like] = nn.Parameter(values)
+        found = self._packed[like]
+        if found.shape != shape:
+            raise PluresError(f"{name!r} is tied to a parameter of a layer that PackedEnsemble gives another width")
+        return found
+
+    def _linear(self, name: str, module: nn.Linear) -> PackedLinear:
+        groups = self._groups(name)
+        inputs, outputs = self._widths(name, module, groups)
+        shape = (self.members * groups, outputs // groups, inputs // groups)
+        gain = math.sqrt(module.in_features / shape[2])  # as large a sum from fewer inputs
+        weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
+        bias = module.bias
+        if bias is not None:
+            bias = self._parameter(f"{name}.bias", bias, (self.members, outputs), gain)
+        return PackedLinear(weight, bias, self.fold)
+
+    def _widen_convolution(self, name: str, module: Convolution) -> None:
+        if is_depthwise(module):
+            inputs, outputs = self._widths(name, module, 1)
+            groups = inputs
+        else:
+            groups = self._groups(name) * module.groups
+            inputs, outputs = self._widths(name, module, groups)
+        module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
+        module.groups = groups * self.members
+        shape = (module.out_channels, inputs // groups, *module.kernel_size)
+        gain = math.sqrt(module.weight.shape[1] / shape[1])  # as large a sum from fewer inputs
+        module.weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
+        if module.bias is not None:
+            module.bias = self._parameter(f"{name}.bias", module.bias, (module.out_channels,), gain)
+        around(module, self.fold)
+
+    def _widen_norm(self, name: str, module: _NormBase | nn.GroupNorm) -> None:
+        if isinstance(module, nn.GroupNorm):
+            wide = self.members * self._width(name, module.num_channels, module.num_groups)
+            module.num_channels, module.num_groups = wide, self.members * module.num_groups
+        else:
+            wide = self.members * self._width(name, module.num_features, 1)
+            module.num_features = wide
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, kind, self._parameter(f"{name}.{kind}", parameter, (wide,)))
+        for kind, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.dim():  # the statistics, not the count of batches
+                setattr(module, kind, _around_again(buffer, wide))
+        around(module, self.fold)
+
+    def _layer_norm(self, name: str, module: nn.LayerNorm) -> PackedLayerNorm:
+        width = self._width(name, module.normalized_shape[0], 1)
+        weight, bias = (
+            None if given is None else self._parameter(f"{name}.{kind}", given, (self.members, width))
+            for kind, given in (("weight", module.weight), ("bias", module.bias))
+        )
+        return PackedLayerNorm(module.eps, weight, bias, self.fold)
+
+
+def _around_again(values: Tensor, count: int) -> Tensor:
+    """Take so many values, from the start again and again: those of norm layers are all alike before training."""
+    return values[torch.arange(count) % len(values)]
+
+
+def is_depthwise(module: Convolution) -> bool:
+    """Tell whether each channel has a convolution of its own.
+
+    >>> is_depthwise(nn.Conv2d(8, 8, 3, groups=8))
+    True
+    """
+    return 1 < module.groups == module.in_channels
+
+
+def refuse_unknown(network: nn.Module) -> None:
+    """Refuse a network with parameters that a narrower member would have no rule for.
+
+    refuse_unknown(network)
+    """
+    for name, module in network.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own and not parametrize.is_parametrized(module):
+            continue
+        where = f"{type(module).__name__} {name!r}" if name else f"the network itself, {type(module).__name__},"
+        known = type(module) in (nn.Linear, nn.LayerNorm) or isinstance(module, Convolution | _NormBase | nn.GroupNorm)
+        if not known or parametrize.is_parametrized(module):
+            raise PluresError(
+                f"{where} has parameters that PackedEnsemble cannot narrow; it knows Linear, Conv1d to Conv3d, and "
+                "batch, instance, group and layer norm"
+            )
+        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+            raise PluresError(f"{where} normalises over several axes; PackedEnsemble can only narrow one")
+        if not all(parameter.requires_grad for parameter in own):
+            raise PluresError(f"{where} is frozen, but PackedEnsemble draws every weight anew: unfreeze it")

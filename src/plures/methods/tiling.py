@@ -1,0 +1,171 @@
+"""Let one network run several members at once: its batch grows longer, its layers learn whose row is whose.
+
+A method copies the user's network, puts hooks on its layers (`around`) or other layers in their place (`replace`), and
+wraps the result in `Tiled`. The network's own code only ever sees a longer batch, so it may add, flatten, pool and
+concatenate as it likes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plures.calling import logits_of
+from plures.errors import PluresError
+
+
+class Rows:
+    """Know which member each row of the running batch belongs to; one object, shared by all layers of a network.
+
+        rows = Rows()
+        rows.count = 15  # five members, three samples each, member after member
+        rows.spread(alpha, x)  # the row of alpha that belongs to each row of x
+
+    `Tiled` writes it before the network runs. `owner` gives the member of each row where it is not simply as many rows
+    for each, member after member. A layer may see several rows (tokens, frames) for each row of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.owner: Tensor | None = None
+
+    def per_row(self, x: Tensor) -> int:
+        """Count the rows of a layer's input for each row of the batch; refuse an input that is not a batch."""
+        if not self.count or len(x) % self.count:
+            raise PluresError(
+                f"a layer was given a tensor of shape {tuple(x.shape)} in a batch of {self.count} rows: its first axis "
+                "must be the batch, because the members lie along it; change the network (batch_first) or the method"
+            )
+        return len(x) // self.count
+
+    def spread(self, table: Tensor, x: Tensor) -> Tensor:
+        """Turn [members, width] into [len(x), width]: each row gets what its member has."""
+        each = self.per_row(x)
+        if self.owner is None:
+            return table.unsqueeze(1).expand(-1, len(x) // len(table), -1).flatten(0, 1)
+        return table[self.owner].repeat_interleave(each, 0)
+
+
+class Tiled(nn.Module):
+    """Run a rewritten network on each sample once per member; return [members, batch, classes].
+
+        Tiled(network, members=5, rows)(images)
+
+    The tiled batch has all samples of the first member, then all of the second, and so on; with `interleave` it has
+    all members of the first sample, then all of the second.
+    """
+
+    def __init__(self, network: nn.Module, members: int, rows: Rows, *, interleave: bool = False) -> None:
+        super().__init__()
+        self.network = network
+        self.members = members
+        self.rows = rows
+        self.interleave = interleave
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        batch = len(batched(args, kwargs))
+
+        def tile(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != batch:
+                return value  # no batch: a flag, a table
+            if self.interleave:
+                return value.repeat_interleave(self.members, 0)
+            return value.repeat(self.members, *[1] * (value.dim() - 1))
+
+        self.rows.count = batch * self.members
+        self.rows.owner = None
+        logits = run(self.network, self.rows, *map(tile, args), **{name: tile(value) for name, value in kwargs.items()})
+        if self.interleave:
+            return torch.unflatten(logits, 0, (batch, self.members)).transpose(0, 1)
+        return torch.unflatten(logits, 0, (self.members, batch))
+
+
+def run(network: nn.Module, rows: Rows, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a rewritten network and return its logits, one row for each row of the batch.
+
+    logits = run(network, rows, images)
+    """
+    logits = logits_of(network(*args, **kwargs))
+    if logits.dim() == 0 or len(logits) != rows.count:
+        raise PluresError(
+            f"the network returned logits of shape {tuple(logits.shape)} for a batch of {rows.count} rows; expected "
+            "one row of logits for each"
+        )
+    return logits
+
+
+def batched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Find the tensor whose first axis is the batch in what a network is called with: the first one there is.
+
+    batch = len(batched(args, kwargs))
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim():
+            return value
+    raise PluresError("the network was called without a tensor that has a batch axis")
+
+
+def along_width(table: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
+    """Shape [rows, width] so that it broadcasts against a layer's input or output.
+
+    x * along_width(rows.spread(alpha, x), x, layer)
+    """
+    between = [1] * (x.dim() - 2)
+    shape = [len(x), *between, table.shape[1]] if isinstance(layer, nn.Linear) else [len(x), table.shape[1], *between]
+    return table.reshape(shape).to(x.dtype)
+
+
+class Around(Protocol):
+    """Change what goes into a layer and what comes out of it.
+
+    around(network.conv1, factors)
+    """
+
+    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Change the input."""
+
+    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """Change the output."""
+
+
+class _Hooks:
+    """Bound methods of an object, not closures: a copy of the network gets hooks that belong to the copy."""
+
+    def __init__(self, change: Around) -> None:
+        self.change = change
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.change.before(layer, args[0]), *args[1:])
+
+    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return self.change.after(layer, output)
+
+
+def around(layer: nn.Module, change: Around) -> None:
+    """Put a change around a layer, in place; a change that is a module becomes part of the layer as `.members`.
+
+        around(network.conv1, Factors(...))
+
+    The layer stays what it is, so code that asks for its type, its width or the dtype of its weight still works.
+    """
+    if isinstance(change, nn.Module):
+        layer.add_module("members", change)
+    hooks = _Hooks(change)
+    layer.register_forward_pre_hook(hooks.before)
+    layer.register_forward_hook(hooks.after)
+
+
+def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put other modules in the place of some, in place, and return the network.
+
+    network = replace(network, {network.fc: nn.Linear(512, 10)})
+    """
+    if network in others:
+        return others[network]
+    for name, module in list(network.named_modules(remove_duplicate=False)):
+        if module in others:
+            parent, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(parent), attribute, others[module])
+    return network

@@ -1,0 +1,129 @@
+"""The tensors of a network whose class we do not know: their names, which are tied, and fresh random starts."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from plures.errors import PluresError
+from plures.seeding import generator
+
+Moments = dict[str, tuple[float, float]]
+
+
+def moments(network: nn.Module) -> Moments:
+    """Measure mean and standard deviation of every tensor that a fresh start draws anew.
+
+        >>> moments(nn.LayerNorm(8))
+        {}
+
+    These are the parameters of linear, convolution, attention and embedding layers that are not constant. All others
+    (norm layers, tokens, buffers, frozen tables) start from the values that the network was given with.
+    """
+    drawn = {
+        id(parameter)
+        for module in network.modules()
+        if isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention | nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
+    result: Moments = {}
+    for name, tensor in tensors(network).items():
+        if id(tensor) in drawn and tensor.numel() > 1:
+            values = tensor.detach().float()
+            mean, deviation = values.mean().item(), values.std().item()
+            if deviation > 0:
+                result[name] = (mean, deviation)
+    return result
+
+
+def draw(name: str, like: Tensor, known: Moments, seed: int, *key: object) -> Tensor:
+    """Draw one tensor afresh: normal, with the moments that the network's own initialiser had.
+
+        weight = draw("fc.weight", network.fc.weight, moments(network), seed, "member", 2)
+
+    The scale is what an initialiser is about, so any network starts as its author meant it to, without our knowing its
+    class. Drawn on the CPU, so that every device and every process gets the same numbers.
+    """
+    mean, deviation = known[name]
+    values = torch.randn(like.shape, generator=generator(seed, *key, name)) * deviation + mean
+    return values.to(device=like.device, dtype=like.dtype)
+
+
+def restart(network: nn.Module, known: Moments, names: Iterable[str], seed: int, *key: object) -> None:
+    """Draw the named tensors of a network afresh, in place.
+
+    restart(copy, moments(copy), moments(copy), seed, "member", 2)
+    """
+    current = tensors(network)
+    with torch.no_grad():
+        for name in names:
+            if name in known:
+                current[name].copy_(draw(name, current[name], known, seed, *key))
+        for module in network.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0  # never trained, so it must not be drawn
+
+
+def tensors(network: nn.Module) -> dict[str, Tensor]:
+    """List the tensors that make up a network's state, tied ones under each of their names.
+
+        >>> list(tensors(nn.BatchNorm1d(3)))
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+
+    Buffers that are not saved (`persistent=False`) are part of the architecture and not listed.
+    """
+    kept = network.state_dict(keep_vars=True)
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    buffers = dict(network.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in (parameters | buffers).items() if name in kept}
+
+
+def own_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """List the tensors of a network's state once each: tied ones under their first name.
+
+    >>> list(own_tensors(nn.Linear(2, 3)))
+    ['weight', 'bias']
+    """
+    first = canonical(network)
+    return {name: tensor for name, tensor in tensors(network).items() if first[name] == name}
+
+
+def canonical(network: nn.Module) -> dict[str, str]:
+    """Map each name of a tensor to the first name that the same tensor has.
+
+    >>> canonical(nn.Linear(2, 3))
+    {'weight': 'weight', 'bias': 'bias'}
+    """
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors(network).items()}
+
+
+def aliases(network: nn.Module) -> dict[str, str]:
+    """Name the tied tensors: each further name, and the first one that the same tensor has.
+
+    >>> aliases(nn.Linear(2, 3))
+    {}
+    """
+    return {name: first for name, first in canonical(network).items() if name != first}
+
+
+def refuse_unfinished(network: nn.Module) -> None:
+    """Refuse a network with lazy layers that have not seen a batch yet.
+
+    refuse_unfinished(nn.LazyLinear(3))
+    """
+    for name, tensor in tensors(network).items():
+        if is_lazy(tensor):
+            raise PluresError(f"{name!r} has no shape yet: run {type(network).__name__} on a batch before splitting it")
+
+
+def inner_names(names: Iterable[str]) -> dict[str, str]:
+    """Give tensors names under which a module can register them: without dots, and never an attribute's.
+
+    >>> inner_names(["bn.weight"])
+    {'bn.weight': '0:bn/weight'}
+    """
+    return {name: f"{index}:{name.replace('.', '/')}" for index, name in enumerate(names)}
