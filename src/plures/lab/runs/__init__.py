@@ -1,0 +1,1 @@
+"""Run folders: their files, what they were made from, and how they are opened."""
