@@ -11,8 +11,8 @@ from torch import nn
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data, DataInfo, open_data
-from plures.lab.models import build
 from plures.lab.methods import kebab, method_class, method_options, takes
+from plures.lab.models import build
 from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import RunFolder
 from plures.storage import load
