@@ -1,14 +1,59 @@
-"""How bad input is worded: did-you-mean, one-of, must-be."""
+"""How bad input is worded: did-you-mean, one-of, must-be. Every check raises a `PluresError` of one sentence."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
+
+from plures.errors import PluresError
 
 
-def nearest(name: str, known: Mapping[str, object]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Word the end of an error: the known names that look like the unknown one.
 
-    >>> nearest("fc.wieght", {"fc.weight": 1})
+    >>> nearest("fc.wieght", ["fc.weight"])
     '; did you mean fc.weight?'
     """
-    matches = get_close_matches(name, known, n=3)
+    matches = get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> PluresError:
+    """Make the error for a name that is not known, with what is accepted and the names that come near.
+
+    >>> str(unknown("recipe", "digit", ["digits", "cifar10"]))
+    "there is no recipe 'digit': accepted are digits, cifar10; did you mean digits?"
+    """
+    known = list(known)
+    accepted = ", ".join(known) or "none"
+    return PluresError(f"there is no {kind} {given!r}: accepted are {accepted}{nearest(given, known)}")
+
+
+def one_of(name: str, value: Any, accepted: Collection[Any]) -> None:
+    """Refuse a value that is not among those accepted.
+
+    one_of("granularity", granularity, get_args(Granularity))
+    """
+    if not isinstance(value, str | None) or value not in accepted:
+        raise PluresError(f"{name}={value!r}; use one of {', '.join(map(str, accepted))}")
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Refuse what is not a whole number within bounds.
+
+    whole_number("members", members, least=2, most=255)
+    """
+    bounds = f"{least} or more" if most is None else f"from {least} to {most}"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        raise PluresError(f"{name}={value!r}; use a whole number, {bounds}")
+
+
+def number(name: str, value: Any, accepted: str, *, above: float = -math.inf, below: float = math.inf) -> None:
+    """Refuse what is not a finite number strictly between two bounds; `accepted` says so in words.
+
+    number("alpha", alpha, "a number above 0", above=0)
+    """
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or not math.isfinite(value) or not above < value < below:
+        raise PluresError(f"{name}={value!r}; use {accepted}")

@@ -1,0 +1,59 @@
+"""Files that are complete or not there, and checksums that tell whether they still are what was written."""
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from plures.errors import PluresError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file beside the one that it shall replace; it takes that place when it is complete and on the disk.
+
+        with replacing(Path("birds.safetensors")) as beside:
+            beside.write_bytes(contents)
+
+    A crash leaves the old file or the new one. A file system's error becomes one sentence, and the old file stays.
+    """
+    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        beside.touch()
+        usual = beside.stat().st_mode
+        yield beside
+        beside.chmod(usual)  # as readable as the user's other files, whoever wrote it
+        with beside.open("rb") as written:
+            os.fsync(written.fileno())
+        beside.replace(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise PluresError(f"cannot write {path}: {reason}; what was there before is unchanged") from error
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            beside.unlink(missing_ok=True)
+
+
+def write(path: Path, contents: bytes) -> None:
+    """Write a file completely or not at all.
+
+    write(Path("runs/first/metrics.json"), b"{}")
+    """
+    with replacing(path) as beside:
+        beside.write_bytes(contents)
+
+
+def digest(*parts: Any, length: int = 16) -> str:
+    """Give a checksum of bytes, as so many hexadecimal digits.
+
+    >>> digest(b"plures") == digest(b"plu", b"res")
+    True
+    """
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(part)
+    return total.hexdigest()[:length]
