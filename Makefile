@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # One thread per test process: two processes beat two threads on small tensors.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types bench docs clean
+.PHONY: demo test lint types bench docs digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/python -m plures.lab.demo
@@ -24,11 +24,14 @@ types: $(READY)
 bench: $(READY)  ## ratios measured side by side in one run
 	$(BIN)/plures bench --full --out benchmarks
 
-docs: $(READY)  ## regenerate what docs/results holds of embedded data
+docs: $(READY)  ## copy the tables of docs/results into docs/results.md
+	$(BIN)/python docs/make/tables.py
+
+digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/plures reproduce table1 --scale digits --seeds 3 --out docs/results
 	$(BIN)/plures reproduce table3 --scale digits --out docs/results
 	$(BIN)/plures reproduce figure2 --scale digits --seeds 3 --out docs/results
-	$(BIN)/python docs/include.py
+	$(BIN)/python docs/make/tables.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -37,5 +40,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plures needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@echo "installing into $(VENV), once: some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,cluster,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,cluster,docs,dev]'
 	touch $(READY)

@@ -1,4 +1,3 @@
-import doctest
 import math
 import warnings
 
@@ -503,9 +502,3 @@ def test_rows_may_miss_one_by_a_thousandth(gap, accepted):
     else:
         with pytest.raises(PluresError, match="softmax first"):
             metrics.accuracy(probabilities, torch.tensor([1]))
-
-
-def test_the_examples_in_the_docstrings_are_true():
-    result = doctest.testmod(metrics)
-    assert result.attempted >= 12
-    assert result.failed == 0

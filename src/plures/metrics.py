@@ -24,7 +24,8 @@ _SHAPES = {1: "[samples]", 2: "[samples, classes]", 3: "[members, samples, class
 
 @dataclass(frozen=True, eq=False)
 class CalibrationTable:
-    """
+    """Confidence and accuracy of the samples, by bins of confidence.
+
         table = calibration_table(probabilities, targets)
         plot(table.confidence, table.accuracy)
 
@@ -41,11 +42,12 @@ class CalibrationTable:
 
 @dataclass(frozen=True)
 class OutOfDistribution:
-    """
+    """How well a score separates samples from outside the training distribution from those inside.
+
         ood(inside_scores, outside_scores).auroc
 
-    How well a score tells outside from inside: area under the ROC curve, average precision, and the fraction of inside
-    samples flagged when at least 95 % of the outside samples are.
+    `auroc` is the area under the ROC curve, `aupr` the average precision, and `fpr95` the fraction of inside samples
+    that are flagged when at least 95 % of the outside samples are.
     """
 
     auroc: float
@@ -55,10 +57,11 @@ class OutOfDistribution:
 
 @dataclass(frozen=True, eq=False)
 class Uncertainty:
-    """
+    """The uncertainty of each sample and its two parts, in nats.
+
         uncertainty(members).epistemic
 
-    In nats: entropy of the mean (total) = mean entropy of the members (aleatoric) + their disagreement (epistemic).
+    total = aleatoric + epistemic: the entropy of the mean, the mean entropy of the members, their disagreement.
     """
 
     total: Tensor
@@ -67,22 +70,23 @@ class Uncertainty:
 
 
 def accuracy(probabilities: Array, targets: Array) -> float:
-    """
+    """Return the fraction of samples whose most probable class is the target.
+
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
     0.5
 
-    The fraction of samples whose most probable class is the target; of equally probable classes the first counts.
+    Of equally probable classes the first counts.
     """
     return float(_right(*_labelled("probabilities", probabilities, targets, rank=2)).double().mean())
 
 
 def nll(probabilities: Array, targets: Array) -> float:
-    """
+    """Return the negative log-likelihood: the mean of -log of the probability given to the target.
+
     >>> nll(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]))
     0.0
 
-    The mean of -log of the probability given to the target. Probabilities below the smallest normal float32
-    (1.2e-38) count as that number, so one sample costs 87.3 at most.
+    Probabilities below the smallest normal float32 (1.2e-38) count as that number, so one sample costs 87.3 at most.
     """
     values, labels = _labelled("probabilities", probabilities, targets, rank=2)
     given = values.gather(1, labels[:, None]).double().clamp_min(_TINY)
@@ -90,11 +94,12 @@ def nll(probabilities: Array, targets: Array) -> float:
 
 
 def brier(probabilities: Array, targets: Array) -> float:
-    """
+    """Return the Brier score: the squared distance to the one-hot target, summed over classes, mean over samples.
+
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
     0.5
 
-    The squared distance between probabilities and one-hot target, summed over classes (0 to 2), mean over samples.
+    It lies between 0 and 2.
     """
     values, labels = _labelled("probabilities", probabilities, targets, rank=2)
     one = torch.ones(len(labels), 1, dtype=torch.float64)
@@ -102,11 +107,12 @@ def brier(probabilities: Array, targets: Array) -> float:
 
 
 def calibration_table(probabilities: Array, targets: Array, bins: int = 15) -> CalibrationTable:
-    """
+    """Compare confidence and accuracy in bins of equal width.
+
     >>> calibration_table(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]), bins=2).count
     tensor([0, 2])
 
-    Confidence and accuracy in bins of equal width on the largest probability; a bin includes its upper edge only.
+    The confidence is the largest probability. A bin includes its upper edge and not its lower one.
     """
     if not isinstance(bins, int | np.integer) or bins < 1:
         raise PluresError(f"bins must be a whole number of at least 1, got {bins!r}.")
@@ -125,23 +131,23 @@ def calibration_table(probabilities: Array, targets: Array, bins: int = 15) -> C
 
 
 def ece(probabilities: Array, targets: Array, bins: int = 15) -> float:
-    """
+    """Return the expected calibration error: the gap between confidence and accuracy.
+
     >>> ece(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 1]))
     0.25
 
-    Expected calibration error: the gap between confidence and accuracy, averaged over the bins of `calibration_table`
-    by their count.
+    It is averaged over the bins of `calibration_table`, weighted by their count.
     """
     table = calibration_table(probabilities, targets, bins)
     return float((table.count * (table.accuracy - table.confidence).abs()).sum() / table.count.sum())
 
 
 def aurc(probabilities: Array, targets: Array) -> float:
-    """
+    """Return the area under the risk-coverage curve: the error rate of the i most confident samples, averaged over i.
+
     >>> aurc(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
     0.25
 
-    Area under the risk-coverage curve: the error rate among the i most confident samples, averaged over all i.
     Equally confident samples each count with the mean error of their group, so the order of samples has no effect.
     """
     values, labels = _labelled("probabilities", probabilities, targets, rank=2)
@@ -153,23 +159,23 @@ def aurc(probabilities: Array, targets: Array) -> float:
 
 
 def member_accuracies(members: Array, targets: Array) -> list[float]:
-    """
+    """Return the accuracy of each member alone.
+
     >>> member_accuracies(torch.tensor([[[0.9, 0.1]], [[0.3, 0.7]]]), torch.tensor([0]))
     [1.0, 0.0]
-
-    The accuracy of each member alone.
     """
     right = _right(*_labelled("members", members, targets, rank=3))
     return [float(one) for one in right.double().mean(dim=1)]
 
 
 def agreement(members: Array, targets: Array) -> float:
-    """
+    """Return the inter-rater kappa of the members' mistakes (Kuncheva and Whitaker, 2003); lower is more diverse.
+
     >>> agreement(torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.9, 0.1], [0.2, 0.8]]]), torch.tensor([0, 0]))
     1.0
 
-    Inter-rater kappa (Kuncheva and Whitaker 2003) of who is right on which sample: 1 when all members fail together,
-    0 when they fail independently, lower is more diverse. All right or all wrong everywhere is 1; one member is nan.
+    It is 1 when all members fail on the same samples and 0 when they fail independently. Where all are right or all are
+    wrong everywhere it is 1; for one member it is NaN.
     """
     right = _right(*_labelled("members", members, targets, rank=3))
     size, samples = right.shape
@@ -184,24 +190,24 @@ def agreement(members: Array, targets: Array) -> float:
 
 
 def disagreement(members: Array) -> Tensor:
-    """
+    """Return for each pair of members the fraction of samples that they label differently.
+
     >>> disagreement(torch.tensor([[[0.9, 0.1]], [[0.3, 0.7]]]))
     tensor([[0., 1.],
             [1., 0.]], dtype=torch.float64)
-
-    For each pair of members the fraction of samples that they label differently.
     """
     labels = _probabilities("members", members, rank=3).detach().cpu().argmax(dim=-1)
     return torch.stack([(labels != one).double().mean(dim=1) for one in labels])
 
 
 def ood(inside_scores: Array, outside_scores: Array) -> OutOfDistribution:
-    """
+    """Measure how well a score separates samples from outside the training distribution from those inside.
+
     >>> ood(torch.tensor([0.1, 0.2]), torch.tensor([0.8, 0.9]))
     OutOfDistribution(auroc=1.0, aupr=1.0, fpr95=0.0)
 
-    How well scores tell samples outside the training distribution (the positives) from those inside; a higher score
-    means more unusual. Equal scores are one threshold, as in scikit-learn.
+    A higher score means more unusual; samples from outside are the positives. Equal scores are one threshold, as in
+    scikit-learn.
     """
     inside = _numbers("inside_scores", inside_scores, rank=1).detach().cpu().double()
     outside = _numbers("outside_scores", outside_scores, rank=1).detach().cpu().double()
@@ -217,22 +223,22 @@ def ood(inside_scores: Array, outside_scores: Array) -> OutOfDistribution:
 
 
 def entropy(probabilities: Array) -> Tensor:
-    """
+    """Return the entropy over the last axis in nats: shape [..., classes] becomes [...], and 0 log 0 = 0.
+
     >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
     tensor([0.6931, 0.0000])
-
-    Entropy over the last axis in nats, 0 log 0 = 0; shape [..., classes] becomes [...].
     """
     return _entropy(_probabilities("probabilities", probabilities, rank=None))
 
 
 def uncertainty(members: Array) -> Uncertainty:
-    """
+    """Split the uncertainty of each sample into noise and disagreement.
+
     >>> uncertainty(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])).epistemic
     tensor([0.6931])
 
-    The uncertainty of each sample, split into what every member is unsure of (aleatoric) and what the members disagree
-    about (epistemic: mutual information, never negative).
+    Aleatoric is what every member is unsure of; epistemic is what the members disagree about (the mutual information of
+    label and member, never negative).
     """
     values = _probabilities("members", members, rank=3)
     total, aleatoric = _entropy(values.mean(dim=0)), _entropy(values).mean(dim=0)
@@ -240,12 +246,13 @@ def uncertainty(members: Array) -> Uncertainty:
 
 
 def temperature(probabilities: Array, targets: Array) -> float:
-    """
+    """Find the temperature that minimises the NLL of `tempered(probabilities, temperature)`.
+
         held_out = temperature(probabilities, targets)
         calibrated = tempered(test_probabilities, held_out)
 
-    The temperature between 0.01 and 100 that minimises the NLL of `tempered(probabilities, temperature)`; 1 where every
-    temperature is as good. Fit it on held-out data, never on the data that you report.
+    It lies between 0.01 and 100, and is 1 where every temperature is as good. Fit it on held-out data, never on the
+    data that you report.
     """
     values, labels = _labelled("probabilities", probabilities, targets, rank=2)
     logits = _logits(values.double())
@@ -263,12 +270,13 @@ def temperature(probabilities: Array, targets: Array) -> float:
 
 
 def tempered(probabilities: Array, temperature: float) -> Tensor:
-    """
+    """Apply a temperature: softmax(log p / temperature) over the last axis.
+
     >>> tempered(torch.tensor([[0.9, 0.1]]), 2.0)
     tensor([[0.7500, 0.2500]])
 
-    softmax(log p / temperature) over the last axis: above 1 less sure, below 1 more sure. Probabilities below the
-    smallest normal float32 count as that number, as in `nll`, so that a temperature can mend a probability of 0.
+    A temperature above 1 makes probabilities less sure, one below 1 more sure. Probabilities below the smallest normal
+    float32 count as that number, as in `nll`, so that a temperature can mend a probability of 0.
     """
     if not _TINY <= temperature < math.inf:
         raise PluresError(f"temperature must be positive and finite, got {temperature!r}.")

@@ -66,7 +66,7 @@ class Masksembles(ManyInOne):
 class Grouped(Tiled):
     """Run a network with one mask per sample in training, [1, batch, classes], and with all of them otherwise.
 
-    Grouped(network, members=5, rows)(images)
+    Grouped(network, 5, rows)(images)
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

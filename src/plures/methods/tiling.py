@@ -50,7 +50,7 @@ class Rows:
 class Tiled(nn.Module):
     """Run a rewritten network on each sample once per member; return [members, batch, classes].
 
-        Tiled(network, members=5, rows)(images)
+        Tiled(network, 5, rows)(images)
 
     The tiled batch has all samples of the first member, then all of the second, and so on; with `interleave` it has
     all members of the first sample, then all of the second.
