@@ -562,8 +562,8 @@ import torch
 
 import plures
 import test_lab_engine as t
-from plures.lab.engine import fit
-from plures.lab.runfolder import RunFolder
+from plures.lab.training.fit import fit
+from plures.lab.runs.folder import RunFolder
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 if rank != "0":

@@ -1,16 +1,16 @@
 """From words on the command line to a method with its options, which its constructor's signature tells."""
 
 import contextlib
-import difflib
 import inspect
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from plures.checks import unknown
 from plures.errors import PluresError
 from plures.methods import METHODS
 
@@ -32,17 +32,6 @@ def kebab(name: str) -> str:
 
 
 METHOD_NAMES = {kebab(name): name for name in METHODS}
-
-
-def unknown(kind: str, given: str, known: Iterable[str]) -> PluresError:
-    """Make the error for a name that nobody knows, with the names that come near.
-
-    raise unknown("recipe", "cifar-10", RECIPES)
-    """
-    known = list(known)
-    near = difflib.get_close_matches(given, known, n=2)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return PluresError(f"there is no {kind} {given!r}; {hint}accepted: {', '.join(known) or 'none'}")
 
 
 def method_class(name: str) -> type["Ensemble"]:

@@ -3,11 +3,11 @@
 This module does not import torch, so that the command line lists recipes at once.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
+from plures.checks import unknown
 from plures.errors import PluresError
 
 # Methods whose members share one set of weights learn slowly: the paper gives them 500 epochs where others have 200.
@@ -133,8 +133,8 @@ class Recipe:
         recipe = Recipe.from_json(json.loads(text))
         """
         known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise PluresError(f"a recipe has no {', '.join(unknown)}: it was written by another version of plures")
+        if others := sorted(set(values) - known):
+            raise PluresError(f"a recipe has no {', '.join(others)}: it was written by another version of plures")
         tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**{**tuples, "epochs": Epochs(**values["epochs"])} if "epochs" in values else tuples)
 
@@ -145,9 +145,7 @@ def get_recipe(name: str) -> Recipe:
     recipe = get_recipe("cifar10-cpu")
     """
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise PluresError(f"there is no recipe {name!r}: accepted are {', '.join(RECIPES)}{hint}")
+        raise unknown("recipe", name, RECIPES)
     return RECIPES[name]
 
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import tyro
 
+from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.cli.commands import COMMANDS
 from plures.lab.cli.many_runs import Compare
 from plures.lab.cli.one_run import Train
 from plures.lab.cli.shared import Command, usual_settings
-from plures.lab.methods import unknown
 from plures.version import __version__
 
 OVERVIEW = """Split one network into an ensemble of subnetworks: calibrated uncertainty at the size of one model.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, arg
 
+from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.cli.shared import DataDir, Settings, Switch, print_json
-from plures.lab.methods import unknown
 from plures.lab.recipes import get_recipe
 
 if TYPE_CHECKING:  # --help answers without torch

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
-from plures.lab.methods import METHOD_NAMES, unknown
+from plures.checks import unknown
+from plures.lab.methods import METHOD_NAMES
 from plures.lab.recipes import Recipe, get_recipe
 
 DataDir = Annotated[Path | None, arg(metavar="DIR")]

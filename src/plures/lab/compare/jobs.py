@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.methods import METHOD_NAMES, unknown
+from plures.lab.methods import METHOD_NAMES
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Recipe
 

@@ -1,6 +1,5 @@
 """Make a network from the name of a function."""
 
-import difflib
 import importlib
 import inspect
 import operator
@@ -8,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.models.mlp import mlp
 from plures.lab.models.resnet import resnet8, resnet18, resnet20, resnet50
@@ -29,11 +29,7 @@ def build(model: str, classes: int, channels: int, **options: object) -> nn.Modu
     """
     function = _imported(model) if ":" in model else BUILT_IN.get(model)
     if function is None:
-        near = difflib.get_close_matches(model, BUILT_IN, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise PluresError(
-            f"There is no model called {model!r}: accepted are {', '.join(BUILT_IN)}, or module:function{hint}"
-        )
+        raise unknown("model", model, [*BUILT_IN, "module:function"])
     accepted = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     if not takes_all and not {"classes", "channels"} <= set(accepted):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Variant
 from plures.lab.compare.rows import PAPER_TITLE, Column, Row, columns, paper_data
-from plures.lab.methods import unknown
 from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, MIMO_PAPER, PAPER, TABLE3, Published
 from plures.lab.recipes import get_recipe
 from plures.lab.tables import UNKNOWN

@@ -21,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from plures import files
 from plures.errors import PluresError
 from plures.lab.runs.config import differences
 
@@ -108,18 +109,8 @@ class RunFolder:
             log.warning("the run goes on under another environment, and may differ in bits: %s", "; ".join(changed))
 
     def write(self, path: Path, contents: bytes) -> None:
-        """Write a file beside, and rename it when it is complete and on the disk."""
-        beside = path.with_name(f".{path.name}.part")
-        with self._told(path):
-            try:
-                with beside.open("wb") as file:
-                    file.write(contents)
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(path)
-            except OSError:
-                beside.unlink(missing_ok=True)
-                raise
+        """Write a file of the run: the old one or the new one is there, whatever happens."""
+        files.write(path, contents)
 
     def read_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one."""

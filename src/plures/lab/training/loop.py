@@ -1,6 +1,5 @@
 """Train one stage, epoch by epoch."""
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from plures.lab.recipes import Recipe
 from plures.lab.training.checkpoint import prime
 from plures.lab.training.distributed import Processes
 from plures.lab.training.schedule import learning_rate
+from plures.seeding import seed_of
 
 CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
 
@@ -193,14 +193,6 @@ def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.learning_rate)
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, nesterov=recipe.nesterov)
-
-
-def seed_of(*key: object) -> int:
-    """Turn what names a purpose into a seed of 63 bits.
-
-    torch.manual_seed(seed_of(recipe.seed, stage.name, epoch, rank))
-    """
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
