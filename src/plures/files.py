@@ -20,9 +20,12 @@ def replacing(path: Path) -> Iterator[Path]:
             beside.write_bytes(contents)
 
     A crash leaves the old file or the new one. A file system's error becomes one sentence, and the old file stays.
+    Missing folders are made.
     """
-    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.part")
+    # Short whatever the name is, and nobody else's: threads and processes may write the same file.
+    beside = path.with_name(f".{path.name[:40]}.{os.getpid()}-{threading.get_ident()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside.touch()
         usual = beside.stat().st_mode
         yield beside

@@ -2,13 +2,18 @@
 
 import hashlib
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from plures.errors import PluresError
 
 
 def seed_of(*key: object) -> int:
     """Turn what names a purpose into a seed of 63 bits.
 
-    torch.manual_seed(seed_of(recipe.seed, stage.name, epoch, rank))
+    >>> seed_of(0, "member", 2)
+    1919692856861813824
     """
     return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little") >> 1
 
@@ -19,3 +24,30 @@ def generator(seed: int, *key: object) -> torch.Generator:
     torch.randn(3, generator=generator(0, "member", 2))
     """
     return torch.Generator().manual_seed(seed_of(seed, *key))
+
+
+def permutation(count: int, purpose: str, *key: int) -> npt.NDArray[np.int64]:
+    """Shuffle the numbers below `count`.
+
+    >>> permutation(5, "order", 0, 3)
+    array([4, 2, 0, 3, 1])
+
+    It sorts the raw output of a bit generator, which numpy promises never to change, unlike its shuffling.
+    """
+    raw = np.random.PCG64(_sequence(purpose, key)).random_raw(count)
+    return np.argsort(raw, kind="stable").astype(np.int64)
+
+
+def derived_seed(purpose: str, *key: int) -> int:
+    """Turn several numbers into one seed of 63 bits, as `permutation` does: numpy's way instead of a hash.
+
+    >>> derived_seed("augmentation", 0, 3, 1)
+    717934504307426275
+    """
+    return int(_sequence(purpose, key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _sequence(purpose: str, key: tuple[int, ...]) -> np.random.SeedSequence:
+    if min(key) < 0:
+        raise PluresError(f"seed, epoch and rank must be zero or more, but {min(key)} was given")
+    return np.random.SeedSequence([int.from_bytes(purpose.encode()), *key])

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from plures.errors import PluresError
 from plures.lab.data.augment import Augment
-from plures.lab.data.selection import Rows, derived_seed, permutation
+from plures.lab.data.selection import Rows
 from plures.lab.data.split import Split
+from plures.seeding import derived_seed, permutation
 
 
 def batches(

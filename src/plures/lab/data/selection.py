@@ -3,27 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from plures.errors import PluresError
+from plures.seeding import permutation
 
 Rows = npt.NDArray[np.int64]
-
-
-def permutation(count: int, purpose: str, *key: int) -> Rows:
-    """Shuffle the numbers below `count`.
-
-        permutation(50_000, "order", seed, epoch)
-
-    It sorts the raw output of a bit generator, which numpy promises never to change, unlike its shuffling.
-    """
-    return np.argsort(np.random.PCG64(_seeds(purpose, key)).random_raw(count), kind="stable").astype(np.int64)
-
-
-def derived_seed(purpose: str, *key: int) -> int:
-    """Turn several numbers into one seed of 63 bits for another generator.
-
-    torch.Generator().manual_seed(derived_seed("augmentation", seed, epoch, rank))
-    """
-    return int(_seeds(purpose, key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def stratified(labels: Rows, count: int, seed: int) -> Rows:
@@ -60,9 +42,3 @@ def _places(labels: Rows) -> tuple[Rows, Rows]:
 def _first(rows: Rows, keys: npt.NDArray[np.float64] | Rows, count: int) -> Rows:
     """Return the rows of the smallest keys; of equal keys the earlier row, which is a random one in a shuffled list."""
     return np.sort(rows[np.argsort(keys, kind="stable")[:count]])
-
-
-def _seeds(purpose: str, key: tuple[int, ...]) -> np.random.SeedSequence:
-    if min(key) < 0:
-        raise PluresError(f"Seed, epoch and rank must be zero or more, but {min(key)} was given.")
-    return np.random.SeedSequence([int.from_bytes(purpose.encode()), *key])
