@@ -14,7 +14,7 @@ from torch import nn
 import networks
 import plures
 from plures import PluresError
-from plures.lab.timing.estimates import one_thread
+from plures.lab.timing.measure import one_thread
 from plures.methods.orthogonal_dropout.engines.engines import Lean, PackedOwners, Unfolded, foldable
 from plures.methods.orthogonal_dropout.masks import owned_part
 from plures.threads import side_by_side

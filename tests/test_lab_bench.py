@@ -1,19 +1,26 @@
 """The benchmark measures what it says, on networks small enough for a test; no time is ever asserted."""
 
+import itertools
 import json
 import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from plures.lab.methods import kebab
 from plures.lab.models import resnet8
-from plures.lab.timing.bench import inference, size, suite
-from plures.lab.timing.bench.inference import affordable_ratios, bf16_ratio, stacked
-from plures.lab.timing.bench.measure import LeftOut, Ratio, race, ratio
-from plures.lab.timing.bench.methods import MethodCost
-from plures.lab.timing.bench.size import allocator_peak, memory_ratios
-from plures.lab.timing.bench.subjects import CLASSES, Subject, finished, images
-from plures.lab.timing.bench.training import TextbookTopK, data_ratios
+from plures.lab.recipes import get_recipe
+from plures.lab.timing import bench, costs, estimates, size, speed
+from plures.lab.timing.costs import MethodCost
+from plures.lab.timing.measure import LeftOut, Ratio, race, timed
+from plures.lab.timing.size import allocator_peak, memory_ratios
+from plures.lab.timing.speed import TextbookTopK, affordable_ratios, bf16_ratio, data_ratios, stacked
+from plures.lab.timing.subjects import CLASSES, Subject, finished, images
 from plures.methods.orthogonal_dropout.masks import TopK
 
 SMALL = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
@@ -36,22 +43,28 @@ def test_a_race_may_start_cold() -> None:
     assert runs == ["base", "one", "base"]
 
 
-def test_bars_may_be_lower_or_upper_bounds() -> None:
-    assert ratio("a", "b", [1.0, 3.0, 2.0], bar=2.0).met
-    assert ratio("a", "b", [1.0, 3.0, 2.0], bar=1.9).met is False
-    assert ratio("a", "b", [11.0], bar=10.0, at_least=True).met
+def test_a_bar_is_for_the_median() -> None:
+    assert Ratio.of("a", "b", [1.0, 3.0, 2.0], bar=2.0).met
+    assert Ratio.of("a", "b", [1.0, 3.0, 2.0], bar=1.9).met is False
+
+
+def test_what_is_short_is_repeated_and_timed_once_per_round() -> None:
+    ticks = iter(range(100))
+    runs: list[int] = []
+    (found,) = timed([lambda: runs.append(1)], rounds=2, clock=lambda: float(next(ticks)), shortest=4.0)
+    assert len(runs) == 1 + 1 + 2 * 4, "to warm up, to see how short it is, and four times in each round"
+    assert found == [0.25, 0.25]
 
 
 def test_every_part_measures_something_finite(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(size, "CLEAR_REFS", tmp_path / "absent")
     found = [
-        *suite.large_ratios(SMALL, "float32", batches=(1, 2), rounds=1),
+        *bench.large_ratios(SMALL, "float32", batches=(1, 2), rounds=1),
         *data_ratios(rounds=1, steps=2),
-        bf16_ratio(SMALL, rounds=1),
-        inference.side_by_side_ratio(SMALL, batch=1, rounds=1, members=2),
+        *bf16_ratio(SMALL, rounds=1),
     ]
     steps, files, memory, predictions = 2, 5, 3, 2 * 4
-    assert len(found) == steps + files + memory + predictions + 1 + 1 + 1
+    assert len(found) == steps + files + memory + predictions + 1 + 1
     assert all(isinstance(one, Ratio) and math.isfinite(one.value) and one.value > 0 for one in found)
 
 
@@ -92,8 +105,8 @@ def test_what_would_take_too_long_is_left_out_with_the_reason(monkeypatch) -> No
         asked.append((batch, rounds, more["engines_only"]))
         return iter(())
 
-    monkeypatch.setattr(inference, "prediction_ratios", predicted)
-    monkeypatch.setattr(inference, "seconds", lambda action: action() or 0.04)  # 0.2 s for five
+    monkeypatch.setattr(speed, "prediction_ratios", predicted)
+    monkeypatch.setattr(speed, "timed", lambda actions, rounds: [[0.05, 0.04]])  # 0.2 s for five
     (left_out,) = affordable_ratios(SMALL, [1, 16, 32, 128], "float32", rounds=3)
     assert asked == [(1, 3, False), (16, 3, False), (32, 1, True)]
     assert str(left_out) == (
@@ -112,14 +125,14 @@ def test_vmap_predicts_what_the_networks_predict() -> None:
     ensemble = finished(SMALL.make(), members=2)
     networks = [ensemble.checkout(member) for member in range(2)]
     with torch.no_grad():
-        expected = torch.stack([network(images(3)) for network in networks])
-        torch.testing.assert_close(stacked(networks)(images(3)), expected, atol=1e-4, rtol=1e-4)
+        expected = torch.stack([network(images(3)[0]) for network in networks])
+        torch.testing.assert_close(stacked(networks)(images(3)[0]), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_results_are_written_for_people_and_machines(tmp_path) -> None:
     found = [Ratio("a / b", "here", 1.02, 1.0, 1.1, bar=1.05), Ratio("c / d", "there", 2.0, 2.0, 2.0, bar=1.0)]
     left_out = LeftOut("e / f", "elsewhere", "it is too slow")
-    suite.write(tmp_path / "out", [*found, left_out], [MethodCost("DeepEnsemble", 5, 5.0, 5.0, 1.0, 5.0)])
+    bench.write(tmp_path / "out", [*found, left_out], [MethodCost("DeepEnsemble", 5, 5.0, 5.0, 1.0, 5.0)])
     document = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [one["met"] for one in document["ratios"]] == [True, False, None]
     text = (tmp_path / "out" / "results.md").read_text()
@@ -131,12 +144,66 @@ def test_results_are_written_for_people_and_machines(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["OrthogonalDropout", "DeepEnsemble"])
 def test_the_cost_of_a_method_is_relative_to_the_plain_network(monkeypatch, name: str) -> None:
-    from plures.lab.timing.bench import methods
-
-    monkeypatch.setattr(methods, "RESNET18", SMALL)
-    monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name]})
-    (cost,) = methods.method_costs(batch=2, precision="float32", rounds=1)
+    monkeypatch.setattr(costs, "RESNET18", SMALL)
+    monkeypatch.setattr(costs, "METHOD_NAMES", {kebab(name): name})
+    (cost,) = costs.method_costs(batch=2, precision="float32", rounds=1)
     assert cost.members == 5
     expected = 5.0 if name == "DeepEnsemble" else 1.0
     assert cost.parameters == pytest.approx(expected, rel=0.2)
     assert abs(cost.file - expected) < 1  # the header weighs much in so small a file
+
+
+def test_an_estimate_is_made_once_and_listed_without_measuring(monkeypatch, tmp_path) -> None:
+    recipe = get_recipe("digits")
+    assert estimates.kept_estimate(recipe, cache=tmp_path) is None
+    first = estimates.estimate(recipe, cache=tmp_path)
+    assert first is not None
+    assert first.epochs == 5 * (30 + 30) + 4 * 3
+    assert first.seconds > 0
+    monkeypatch.setattr(estimates, "_measure", lambda *_: pytest.fail("measured again"))
+    assert estimates.estimate(replace(recipe, seed=7), cache=tmp_path) == first
+    assert estimates.kept_estimate(recipe, cache=tmp_path) == first
+    assert estimates.kept_estimate(recipe, "deep-ensemble", cache=tmp_path) is None
+    assert estimates.kept_estimate(replace(recipe, width=8), cache=tmp_path) is None
+    monkeypatch.setattr(estimates, "processor", lambda: "another one")
+    assert estimates.kept_estimate(recipe, cache=tmp_path) is None
+
+
+def test_an_estimate_that_cannot_be_kept_or_read_is_made_all_the_same(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "estimates.json").write_text("[broken")
+    found = estimates.Estimate(epochs=1, seconds=2.0, bytes=3)
+    monkeypatch.setattr(estimates, "_measure", lambda *_: found)
+    for cache in (tmp_path / "file", tmp_path):
+        assert estimates.estimate(get_recipe("digits"), cache=cache) == found
+    assert estimates.kept_estimate(get_recipe("digits"), cache=tmp_path) == found
+    assert estimates.estimate(replace(get_recipe("digits"), data="mine"), cache=tmp_path) is None
+
+
+def test_a_busy_machine_does_not_make_an_estimate_longer(monkeypatch) -> None:
+    """Other processes take 1,000 s of the clock on the wall at every step, and one step in two is slow by itself."""
+    wall, work = itertools.count(0.0, 1000.0), itertools.cycle([1e-3, 5.0])
+    worked = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(time, "process_time", lambda: worked[0])
+
+    class Stage(nn.Module):
+        def parameter_groups(self, weight_decay: float) -> list[nn.Parameter]:
+            return [self.weight]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            worked[0] += next(work)
+            return self.weight.sum()
+
+    recipe = replace(get_recipe("digits"), batch_size=16)
+    assert estimates.seconds_per_step(Stage(), recipe, channels=1, size=8) == pytest.approx(1e-3)
+
+
+def test_kept_estimates_are_read_without_torch() -> None:
+    code = "import sys; from plures.lab.timing.estimates import kept_estimate; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plures import PluresError
-from plures.lab.cli.main import parse
+from plures import PluresError, files
+from plures.lab.cli.main import main, parse
 from plures.lab.cli.one_run import Train
 from plures.lab.compare.rerun import train_command
 from plures.lab.compare.rows import columns, rows_of
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def html(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("page") / "new" / "report.html"
-    assert write_report([runs], out, data_dir=None, command="plures report runs") == out
+    assert write_report(rows_of([runs]), out, data_dir=None, command="plures report runs") == out
     return out.read_text(encoding="utf-8")
 
 
@@ -182,7 +182,7 @@ def test_charts_have_words_for_those_who_do_not_see_them(html: str) -> None:
 
 
 def test_the_same_runs_give_the_same_bytes(html: str, runs: Path, tmp_path: Path) -> None:
-    again = write_report([runs], tmp_path / "again.html", data_dir=None, command="plures report runs")
+    again = write_report(rows_of([runs]), tmp_path / "again.html", data_dir=None, command="plures report runs")
     assert again.read_bytes() == html.encode()
     assert list(tmp_path.iterdir()) == [again]
 
@@ -254,7 +254,9 @@ def test_names_of_classes_are_words_and_not_markup(tmp_path: Path) -> None:
                 Image.fromarray(pixels).save(tmp_path / "odd" / split / name / f"{number}.png")
     recipe = replace(SMALL, data=str(tmp_path / "odd"), limit=None, validation=0.2)
     train(recipe, "deep-ensemble", tmp_path / "run")
-    out = write_report([tmp_path / "run"], tmp_path / "page.html", data_dir=None, command="plures report '<i>'")
+    out = write_report(
+        rows_of([tmp_path / "run"]), tmp_path / "page.html", data_dir=None, command="plures report '<i>'"
+    )
     page = out.read_text(encoding="utf-8")
     assert "<b>&lt;b&gt;&amp;</b>" in page
     assert "&lt;script&gt;alert(1)" in page
@@ -314,7 +316,7 @@ def test_the_page_tells_versions_fingerprints_and_commands(html: str, runs: Path
 
 def test_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluresError, match="holds no run"):
-        write_report([tmp_path], tmp_path / "page.html", data_dir=None, command="")
+        write_report(rows_of([tmp_path]), tmp_path / "page.html", data_dir=None, command="")
     assert not (tmp_path / "page.html").exists()
 
 
@@ -326,7 +328,7 @@ def test_an_unfinished_run_is_refused_with_the_way_to_finish_it(runs: Path, tmp_
     lines = (cut / "log.jsonl").read_text().splitlines(keepends=True)
     (cut / "log.jsonl").write_text("".join(lines[:1]))
     with pytest.raises(PluresError, match=r"cut is not finished: .*member 0 pretrain.*--run .*cut"):
-        write_report([runs, cut], tmp_path / "page.html", data_dir=None, command="")
+        write_report(rows_of([runs, cut]), tmp_path / "page.html", data_dir=None, command="")
 
 
 def test_runs_of_different_data_are_refused(runs: Path, tmp_path: Path) -> None:
@@ -336,13 +338,13 @@ def test_runs_of_different_data_are_refused(runs: Path, tmp_path: Path) -> None:
     config["data"]["classes"][0] = "zero"
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(PluresError, match="different data"):
-        write_report([runs, other], tmp_path / "page.html", data_dir=None, command="")
+        write_report(rows_of([runs, other]), tmp_path / "page.html", data_dir=None, command="")
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(PluresError, match="cannot write .*report.html: .*--out"):
-        write_report([runs / "single"], tmp_path / "file" / "report.html", data_dir=None, command="")
+        write_report(rows_of([runs / "single"]), tmp_path / "file" / "report.html", data_dir=None, command="")
 
 
 def test_the_best_of_each_column_is_bold(html: str, runs: Path) -> None:
@@ -352,3 +354,21 @@ def test_the_best_of_each_column_is_bold(html: str, runs: Path) -> None:
         if column.better:
             best = max(values) if column.better == "high" else min(values)
             assert re.search(rf'<td data-value="{re.escape(str(best))}"><b>', html), column.title
+
+
+def test_costs_that_cannot_be_kept_are_shown_all_the_same(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = files.write
+
+    def refuse(path: Path, contents: bytes) -> None:
+        if path.name == "costs.json":
+            raise PluresError(f"cannot write {path}")
+        written(path, contents)
+
+    monkeypatch.setattr(files, "write", refuse)
+    out = tmp_path / "report.html"
+    assert main(["report", str(runs / "single"), str(runs / "deep" / "down" / "seed-0"), "--out", str(out)]) == 0
+    assert not (runs / "single" / "costs.json").exists()
+    titles = [text for _, text in Page(out.read_text(encoding="utf-8")).rows[0]]
+    assert {"size", "prediction", "training epochs"} <= set(titles)

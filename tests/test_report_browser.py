@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from plures.lab.compare.rows import rows_of
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.training.train import train
@@ -45,7 +46,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         patch.setenv("PLURES_CACHE", str(folder / "cache"))
         for method in ("orthogonal-dropout", "deterministic"):
             train(recipe, method, folder / "runs" / method)
-        out = write_report([folder / "runs"], folder / "report.html", data_dir=None, command="plures report runs")
+        out = write_report(
+            rows_of([folder / "runs"]), folder / "report.html", data_dir=None, command="plures report runs"
+        )
     return out.as_uri()
 
 

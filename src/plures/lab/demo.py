@@ -52,7 +52,7 @@ def demonstrate(runs: Path) -> int:
     if any(row.failures for row in rows):
         return 2
     folder = runs / RECIPE
-    page = write_report([folder], runs / "report.html", data_dir=None, command=f"plures report {folder}")
+    page = write_report(rows, runs / "report.html", data_dir=None, command=f"plures report {folder}")
     tables.show(f"The report: {page}")
     tables.show(f"Try next: {_plures()} evaluate {folder / METHODS[1] / 'seed-0'} --shift")
     return 0

@@ -68,7 +68,8 @@ class Bench:
 
     def __call__(self) -> int:
         """Measure, showing each ratio as it is found."""
-        from plures.lab.timing.bench import suite
+        from plures.lab.timing import bench as suite
+        from plures.lab.timing.machine import machine
 
         found: list[Any] = []
         costs: list[Any] = []
@@ -84,7 +85,7 @@ class Bench:
         keep(costs, () if self.quick else suite.costs())
         keep(found, suite.all_large_ratios() if self.full else ())
         if self.json:
-            print_json({"machine": suite.machine(), "ratios": [asdict(one) | {"met": one.met} for one in found]})
+            print_json({"machine": machine(), "ratios": [asdict(one) | {"met": one.met} for one in found]})
         else:
             print(suite.markdown(found, costs))
         return 0

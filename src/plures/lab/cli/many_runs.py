@@ -199,15 +199,14 @@ class Report:
 
     def __call__(self) -> int:
         """Write the page, and say where."""
-        from plures.lab.compare.rows import rows_of
+        from plures.lab.compare.rows import rows_of, with_costs
         from plures.lab.report import write_report
-        from plures.lab.timing.costs import with_costs
 
         if not self.runs:
             raise PluresError("there are no runs to report on: name run folders, or folders that hold them")
-        with_costs(rows_of(self.runs))
+        rows = with_costs(rows_of(self.runs))
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
-        print(write_report(self.runs, self.out, data_dir=self.data_dir, command=f"plures report {words}"))
+        print(write_report(rows, self.out, data_dir=self.data_dir, command=f"plures report {words}"))
         return 0
 
 

@@ -12,13 +12,13 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Job, unique
 from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_done, run_all
 from plures.lab.compare.progress import Watch
-from plures.lab.compare.rows import Finished, Row, check_same_data, published, read_costs
+from plures.lab.compare.rows import Finished, Row, check_same_data, published, with_costs
 from plures.lab.data import Data
 from plures.lab.methods import METHOD_NAMES
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for
-from plures.lab.timing.costs import with_costs
+from plures.lab.timing.costs import kept_costs
 
 Where = Literal["here", "ray"]
 
@@ -119,7 +119,7 @@ def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> l
         if finished:
             # A table that brings the paper's figures has them all: what it lacks, the paper lacks.
             paper = comparison.paper.get(variant.name) if comparison.paper else published(row)
-            row = replace(row, costs=read_costs(row), paper=paper)
+            row = replace(row, costs=kept_costs(finished[0].path), paper=paper)
         rows.append(row)
     if not any(row.runs for row in rows):
         raise PluresError(f"no run of {comparison.name} could be made: {next(iter(rows[0].failures), 'there is none')}")

@@ -9,7 +9,7 @@ from rich.table import Table
 from plures.lab import tables
 from plures.lab.compare.jobs import Comparison
 from plures.lab.compare.pool import is_done
-from plures.lab.timing.estimates import estimate, one_thread
+from plures.lab.timing.estimates import estimate
 
 START = 4.0  # seconds until the process of a run has imported everything, and to measure it in the end
 
@@ -39,8 +39,7 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
     for variant in comparison.variants:
         own = [job for job in jobs if job.variant == variant]
         missing = [job for job in own if not is_done(job)]
-        with one_thread():  # as each run has
-            found = estimate(own[0].recipe, variant.method, variant.settings)
+        found = estimate(own[0].recipe, variant.method, variant.settings)  # on one core, as each run has
         yield Planned(
             comparison.name,
             variant.name,

@@ -14,6 +14,7 @@ from plures.lab.paper.published import TABLE1, TABLE2, Published, paper_members
 from plures.lab.recipes import RECIPES
 from plures.lab.runs.folder import RunFolder
 from plures.lab.tables import UNKNOWN, figure
+from plures.lab.timing.costs import Costs, kept_costs, measured_costs
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
 
@@ -57,18 +58,6 @@ class Finished:
     def method(self) -> str:
         """The method, as on the command line."""
         return kebab(self.config["method"])
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a row costs relative to one network; measured by `plures.lab.timing.costs`.
-
-    Costs(size=1.08, prediction=5.1, epochs=315.0)
-    """
-
-    size: float  # of the file
-    prediction: float  # time
-    epochs: float  # training, in epochs of one network
 
 
 @dataclass(frozen=True)
@@ -189,7 +178,7 @@ def rows_of(folders: Sequence[Path]) -> list[Row]:
             paths = ", ".join(str(run.path) for run in row.runs if seeds.count(run.seed) > 1)
             raise PluresError(f"the same run was given more than once: {paths}; give one of them")
     return [
-        replace(row, name=name, costs=read_costs(row), paper=published(row))
+        replace(row, name=name, costs=kept_costs(row.runs[0].path), paper=published(row))
         for row, name in zip(rows, _names(rows), strict=True)
     ]
 
@@ -237,18 +226,12 @@ def check_same_data(runs: Sequence[Finished]) -> None:
             )
 
 
-def read_costs(row: Row) -> Costs | None:
-    """Read what was measured of the first run of a row, if it was.
+def with_costs(rows: Sequence[Row]) -> list[Row]:
+    """Measure the rows that were not measured yet.
 
-    read_costs(row).size
+    rows = with_costs(rows_of([Path("runs/digits")]))
     """
-    path = row.runs[0].path / "costs.json"
-    if not path.is_file():
-        return None
-    try:
-        return Costs(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is made again") from error
+    return [replace(row, costs=row.costs or measured_costs(row.runs[0].path)) if row.runs else row for row in rows]
 
 
 def published(row: Row) -> Published | None:

@@ -18,7 +18,7 @@ from plures.errors import PluresError
 from plures.lab import tables
 from plures.lab.compare.rows import EFFICIENT, Column, Row
 from plures.lab.runs.folder import RunFolder
-from plures.lab.timing.bench.suite import machine
+from plures.lab.timing.machine import machine
 from plures.lab.training.progress import duration
 
 METRICS = (

@@ -1,24 +1,24 @@
-"""What a method costs relative to one network: measured side by side, so that the machine's mood cancels out."""
+"""What methods cost relative to one network: a finished run of a comparison, and every method on one ResNet18."""
 
 import contextlib
 import json
-import math
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from plures.ensemble import Ensemble, Stage
+from plures import files
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.compare.rows import Costs, Row
+from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, device_for, network_for, open_run
-from plures.lab.timing.estimates import finish, one_thread, training_step
+from plures.lab.timing.measure import Action, Clock, one_thread, prediction, race, timed, training_step
+from plures.lab.timing.subjects import RESNET18, first_step, images
+from plures.lab.training.distributed import resolve
 from plures.methods.deterministic import Deterministic
 from plures.storage import save
 
@@ -26,92 +26,85 @@ ROUNDS = 9
 SHORTEST = 0.05  # seconds: what takes less is repeated, because clocks are coarse
 PREDICTED = 64  # images at a time
 
-Action = Callable[[], object]
 
+@dataclass(frozen=True)
+class Costs:
+    """What a run costs relative to one network of its recipe.
 
-def with_costs(rows: Sequence[Row]) -> list[Row]:
-    """Measure the rows that were not measured yet, and keep what was found in their first run folder.
-
-    rows = with_costs(rows_of([Path("runs/digits")]))
+    Costs(size=1.08, prediction=5.1, epochs=315.0)
     """
-    return [row if row.costs is not None or not row.runs else replace(row, costs=_kept(row)) for row in rows]
+
+    size: float  # of the file
+    prediction: float  # time
+    epochs: float  # training, in epochs of one network
 
 
-def measure(run: Run, options: Mapping[str, Any]) -> Costs:
-    """Compare an ensemble with one network of the same recipe: file, time to predict, training in epochs.
+def kept_costs(folder: Path) -> Costs | None:
+    """Read what was measured of a run before, if it was.
 
-    measure(open_run(folder), RunFolder(folder).config()["options"]).prediction
+    kept_costs(Path("runs/digits/mimo/seed-0"))
     """
+    path = folder / "costs.json"
+    if not path.is_file():
+        return None
+    try:
+        return Costs(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is made again") from error
+
+
+def measured_costs(folder: Path) -> Costs:
+    """Measure a finished run, and keep what was found in its folder.
+
+    measured_costs(Path("runs/digits/mimo/seed-0")).prediction
+    """
+    found = _measure(open_run(folder))
+    with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
+        files.write(folder / "costs.json", json.dumps(asdict(found), indent=2).encode() + b"\n")
+    return found
+
+
+def _measure(run: Run) -> Costs:
     if isinstance(run.ensemble, Deterministic):  # the yardstick itself
         return Costs(size=1.0, prediction=1.0, epochs=float(run.recipe.epochs.train))
     info = run.info
     network = network_for(run.recipe, len(info.classes), info.channels, info.size)
     single = Deterministic(network).to(device_for())
-    images = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
-    images = images.contiguous(memory_format=torch.channels_last)
-    fresh = type(run.ensemble)(network, **options).to(device_for())
-    with one_thread():
+    inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
+    inputs = inputs.contiguous(memory_format=torch.channels_last)
+    fresh = type(run.ensemble)(network, **RunFolder(run.path).config()["options"]).to(device_for())
+    with one_thread() as clock:
         return Costs(
             size=(run.path / "ensemble.safetensors").stat().st_size / _file_size(single),
-            prediction=relative(_prediction(run.ensemble, images), _prediction(single, images)),
-            epochs=_epochs(fresh, single, run),
+            prediction=relative(prediction(run.ensemble.predict, inputs), prediction(single.predict, inputs), clock),
+            epochs=_epochs(fresh, single, run, clock),
         )
 
 
-def relative(action: Action, baseline: Action) -> float:
+def relative(action: Action, baseline: Action, clock: Clock) -> float:
     """Measure how many times as long as another thing something takes: each at its best of some rounds in turn.
 
-    relative(lambda: ensemble.predict(images), lambda: network(images))
+        with one_thread() as clock:
+            relative(lambda: ensemble.predict(images), lambda: network(images), clock)
+
+    Not the middle of the rounds: what else runs here makes some of them longer, and none shorter.
     """
-    times = [max(1, round(SHORTEST / max(_seconds(one, 1, warm=True), 1e-6))) for one in (action, baseline)]
-    best = [math.inf, math.inf]  # not the middle: what else runs here makes some rounds longer, and none shorter
-    for _ in range(ROUNDS):
-        for index, (one, count) in enumerate(zip((action, baseline), times, strict=True)):
-            best[index] = min(best[index], _seconds(one, count) / count)
-    return best[0] / best[1]
+    own, other = timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
+    return min(own) / min(other)
 
 
-def _seconds(action: Action, count: int, warm: bool = False) -> float:
-    # On a CPU, count the time in which this process was at work: other processes must not show in the figures.
-    clock = time.process_time if device_for().type == "cpu" else time.perf_counter
-    if warm:
-        action()
-    started = clock()
-    for _ in range(count):
-        action()
-    return clock() - started
-
-
-def _kept(row: Row) -> Costs:
-    folder = RunFolder(row.runs[0].path)
-    costs = measure(open_run(folder.path), row.runs[0].config["options"])
-    with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
-        folder.write(folder.path / "costs.json", json.dumps(asdict(costs), indent=2).encode() + b"\n")
-    return costs
-
-
-def _epochs(ensemble: Ensemble, single: Ensemble, run: Run) -> float:
+def _epochs(ensemble: Ensemble, single: Ensemble, run: Run, clock: Clock) -> float:
     """Add up the epochs of all stages, each as long as its step is compared with one of the single network."""
-    plain = _step(single.open(single.plan()[0]), run)
+    recipe, info = run.recipe, run.info
+    precision = resolve(recipe.precision, device_for())
+    inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
+    targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
+    plain = training_step(single.open(single.plan()[0]), inputs, targets, precision)
     ratios: dict[str, float] = {}
     for stage in ensemble.stages():
         if stage.phase not in ratios:
-            ratios[stage.phase] = relative(_step(stage, run), plain)
-    return sum(run.recipe.epochs.of(step.phase) * ratios[step.phase] for step in ensemble.plan())
-
-
-def _step(stage: Stage, run: Run) -> Action:
-    stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    step = training_step(stage, run.recipe, run.info.channels, run.info.size)
-    return lambda: step(run.recipe.batch_size)
-
-
-def _prediction(ensemble: Ensemble, images: Tensor) -> Action:
-    def predict() -> None:
-        ensemble.predict(images)
-        finish(images)
-
-    return predict
+            ratios[stage.phase] = relative(training_step(stage, inputs, targets, precision), plain, clock)
+    return sum(recipe.epochs.of(step.phase) * ratios[step.phase] for step in ensemble.plan())
 
 
 def _file_size(ensemble: Ensemble) -> int:
@@ -121,3 +114,57 @@ def _file_size(ensemble: Ensemble) -> int:
             return (Path(folder) / "single").stat().st_size
     except OSError as error:
         raise PluresError(f"cannot write a temporary file: {error.strerror}; make room and start again") from error
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """One row of the benchmark's table of methods: everything relative to the plain network.
+
+    MethodCost("DeepEnsemble", members=5, parameters=5.0, file=5.0, step=5.0, prediction=5.0)
+    """
+
+    method: str
+    members: int
+    parameters: float
+    file: float
+    step: float
+    prediction: float
+
+
+def method_costs(batch: int, precision: str, rounds: int) -> Iterator[MethodCost]:
+    """Measure every method with five members (MC dropout: 30 passes) on ResNet18-CIFAR.
+
+        for cost in method_costs(batch=16, precision="float32", rounds=2): print(cost)
+
+    A step is one batch of the first stage: of one member where they train one after the other, else of all. Prediction
+    is of one batch by the ensemble's own forward.
+    """
+    network = RESNET18.make()
+    single = Deterministic(network)
+    plain_step, plain_size = first_step(single, batch, precision), _file_size(single)
+    inputs, _ = images(batch)
+    for word, name in METHOD_NAMES.items():
+        method: Any = method_class(word)
+        ensemble: Ensemble = method(network, **({"members": 5} if takes(method, "members") else {}))
+        step = next(race(name, plain_step, {"": first_step(ensemble, batch, precision)}, rounds))
+        for _ in ensemble.stages():
+            pass
+        plain, ours = (prediction(one.eval(), inputs, precision) for one in (network, ensemble))
+        yield MethodCost(
+            name,
+            len(ensemble(inputs[:2])),
+            _parameters(ensemble) / sum(parameter.numel() for parameter in network.parameters()),
+            _file_size(ensemble) / plain_size,
+            step.value,
+            next(race(name, plain, {"": ours}, rounds)).value,
+        )
+
+
+def _parameters(ensemble: Ensemble) -> int:
+    """Count the floating numbers that a file holds: what an ensemble needs to predict."""
+    statistics = {name for name, _ in ensemble.named_buffers()}
+    return sum(
+        tensor.numel()
+        for name, tensor in ensemble.tensors().items()
+        if tensor.is_floating_point() and name not in statistics and "running_" not in name
+    )

@@ -1,21 +1,26 @@
-"""How long a recipe takes on this machine, from a few steps on random images: before anybody waits."""
+"""How long a recipe takes on this machine, from a few steps on random images, and kept for the next time.
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+Kept estimates are read without torch, so that the command line lists recipes at once.
+"""
 
-import torch
-from torch import Tensor
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from plures.ensemble import Stage
+from plures import files
+from plures.errors import PluresError
 from plures.lab.recipes import Recipe
-from plures.lab.runs.open import device_for, ensemble_for, network_for
-from plures.lab.training.distributed import resolve
+from plures.lab.timing.machine import processor
 
 PROBE = 8  # images of the first, small step
 PATIENCE = 1.0  # seconds: a step that takes longer is computed from the small one
-REPEATS = 3
+ROUNDS = 5
 SAVING = 0.03  # seconds that an epoch takes besides its steps, with the smallest networks
 
 
@@ -46,7 +51,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take on this machine.
+    """What a run would take on this machine: on one core, or on its accelerator.
 
     Estimate(epochs=315, seconds=1900.0, bytes=12_000_000)
     """
@@ -56,14 +61,50 @@ class Estimate:
     bytes: int  # of the finished ensemble
 
 
-def estimate(recipe: Recipe, method: str = "orthogonal-dropout", settings: Sequence[str] = ()) -> Estimate | None:
-    """Estimate what a method takes here; None where the data are not known by name.
+def kept_estimate(
+    recipe: Recipe, method: str = "orthogonal-dropout", settings: Sequence[str] = (), *, cache: Path | None = None
+) -> Estimate | None:
+    """Give the estimate that was made on this machine before, if there is one.
 
-    estimate(get_recipe("cifar10-cpu"), "deep-ensemble").seconds
+    kept_estimate(get_recipe("cifar10-cpu"))
     """
-    shape = SHAPES.get(recipe.data)
-    if shape is None:
+    found = _read(_file(cache)).get(_key(recipe, method, settings))
+    return None if found is None else Estimate(**found)
+
+
+def estimate(
+    recipe: Recipe,
+    method: str = "orthogonal-dropout",
+    settings: Sequence[str] = (),
+    *,
+    cache: Path | None = None,
+    again: bool = False,
+) -> Estimate | None:
+    """Estimate what a run takes here; None where the data are not known by name.
+
+        estimate(get_recipe("cifar10-cpu"), "deep-ensemble").seconds
+
+    An estimate is measured once for each machine, version of torch, recipe and method, and kept in the cache folder;
+    `again` measures anew. Steps run on one thread and count processor time, each at its best of several: a busy
+    machine changes nothing.
+    """
+    if recipe.data not in SHAPES:
         return None
+    known = None if again else kept_estimate(recipe, method, settings, cache=cache)
+    if known is not None:
+        return known
+    found = _measure(recipe, method, settings, SHAPES[recipe.data])
+    path = _file(cache)
+    with contextlib.suppress(PluresError, OSError):  # a folder that cannot be written to: measure again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _read(path) | {_key(recipe, method, settings): asdict(found)}
+        files.write(path, json.dumps(kept, indent=1).encode() + b"\n")
+    return found
+
+
+def _measure(recipe: Recipe, method: str, settings: Sequence[str], shape: Shape) -> Estimate:
+    from plures.lab.runs.open import device_for, ensemble_for, network_for
+
     size = recipe.size or shape.size
     network = network_for(recipe, shape.classes, shape.channels, size)
     ensemble = ensemble_for(recipe, method, settings, network)
@@ -73,66 +114,50 @@ def estimate(recipe: Recipe, method: str = "orthogonal-dropout", settings: Seque
     epochs = sum(recipe.epochs.of(step.phase) for step in plan)
     images = min(shape.images, recipe.limit or shape.images)
     images -= round(recipe.validation * images) if recipe.validation < 1 else int(recipe.validation)
-    batches = images / recipe.batch_size
-    per_step = _seconds_per_step(ensemble.open(plan[0]), recipe, shape.channels, size)
-    return Estimate(epochs, epochs * (batches * per_step + SAVING), stored)
+    per_step = seconds_per_step(ensemble.open(plan[0]), recipe, shape.channels, size)
+    return Estimate(epochs, epochs * (images / recipe.batch_size * per_step + SAVING), stored)
 
 
-def training_step(stage: Stage, recipe: Recipe, channels: int, size: int) -> Callable[[int], float]:
-    """Make a function that trains a stage on one batch of random images, so many as it is given, and times it.
+def seconds_per_step(stage: Any, recipe: Recipe, channels: int, size: int) -> float:
+    """Time a training step of a stage: the best of several, in time that the processor was at work for it.
 
-    training_step(stage, recipe, channels=3, size=32)(128)
+    seconds_per_step(stage, get_recipe("cifar10-cpu"), channels=3, size=16)
     """
-    optimizer = torch.optim.SGD(stage.parameter_groups(), lr=0.0)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(resolve(recipe.precision, device_for()))
+    import torch
 
-    def step(batch: int) -> float:
-        images = torch.randn(batch, channels, size, size, device=device_for())
-        targets = torch.zeros(batch, dtype=torch.long, device=images.device)
-        finish(images)
-        # One thread's time at work is the time that it would take alone, however busy the machine is now.
-        alone = images.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = time.process_time if alone else time.perf_counter
-        started = clock()
-        with torch.autocast(images.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = stage(images.contiguous(memory_format=torch.channels_last), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        finish(images)
-        return clock() - started
+    from plures.lab.runs.open import device_for
+    from plures.lab.timing.measure import one_thread, timed, training_step
+    from plures.lab.training.distributed import resolve
 
-    return step
+    with one_thread() as clock:
+
+        def best(batch: int, rounds: int) -> float:
+            images = torch.randn(batch, channels, size, size, device=device_for())
+            targets = torch.zeros(batch, dtype=torch.long, device=images.device)
+            step = training_step(stage, images, targets, resolve(recipe.precision, device_for()))
+            return min(timed([step], rounds, clock=clock)[0])
+
+        probe = min(PROBE, recipe.batch_size)
+        full = best(probe, rounds=2) * recipe.batch_size / probe
+        return full if full > PATIENCE else best(recipe.batch_size, ROUNDS)
 
 
-def finish(tensor: Tensor) -> None:
-    """Wait until the device has done its work: it only queues what it is asked.
-
-    finish(images)
-    """
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize()
+def _file(cache: Path | None) -> Path:
+    folder = cache or Path(os.environ.get("PLURES_CACHE") or "~/.cache/plures")
+    return folder.expanduser() / "estimates.json"
 
 
-def _seconds_per_step(stage: Stage, recipe: Recipe, channels: int, size: int) -> float:
-    step = training_step(stage, recipe, channels, size)
-    probe = min(PROBE, recipe.batch_size)
-    step(probe)  # the first step also allocates memory and chooses kernels
-    full = step(probe) * recipe.batch_size / probe
-    if full < PATIENCE:
-        full = min(step(recipe.batch_size) for _ in range(REPEATS))
-    return full
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread on the CPU, and afterwards as many as before.
-
-    with one_thread(): network(images)
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _read(path: Path) -> dict[str, Any]:
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):  # nothing was kept, or it is broken: measure
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _key(recipe: Recipe, method: str, settings: Sequence[str]) -> str:
+    """Name what an estimate depends on: the machine, the versions, the recipe but for its seed, the method."""
+    versions = [importlib.metadata.version(package) for package in ("plures", "torch")]
+    here = [platform.node(), processor(), os.environ.get("CUDA_VISIBLE_DEVICES"), *versions]
+    numbers = recipe.as_json() | {"seed": None}
+    return files.digest(json.dumps([here, numbers, method, list(settings)]).encode())

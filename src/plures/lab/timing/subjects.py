@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from plures.ensemble import Ensemble
 from plures.lab.models import resnet18, wide_resnet28_10
+from plures.lab.timing.measure import Action, training_step
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 
 CLASSES = 10
@@ -45,7 +47,6 @@ class Subject:
 
 
 RESNET18 = Subject("ResNet18", lambda: resnet18(classes=CLASSES))
-NARROW_RESNET = Subject("ResNet18 of width 16", lambda: resnet18(classes=CLASSES, width=16))
 WIDE_RESNET = Subject("WRN28-10", lambda: wide_resnet28_10(classes=CLASSES))
 TRANSFORMER = Subject("ViT-S", VisionTransformer)
 
@@ -61,9 +62,18 @@ def finished(network: nn.Module, members: int = 5, granularity: str = "weight") 
     return ensemble
 
 
-def images(batch: int) -> Tensor:
-    """Make random 32-pixel images.
+def images(batch: int) -> tuple[Tensor, Tensor]:
+    """Make random 32-pixel images and their labels.
 
-    images(128).shape
+    inputs, labels = images(128)
     """
-    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return inputs, torch.arange(batch) % CLASSES
+
+
+def first_step(ensemble: Ensemble, batch: int, precision: str) -> Action:
+    """Make a training step of an ensemble's first stage on random images.
+
+    first_step(DeepEnsemble(network), batch=64, precision="float32")()
+    """
+    return training_step(ensemble.open(ensemble.plan()[0]), *images(batch), precision)

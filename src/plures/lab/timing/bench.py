@@ -1,22 +1,27 @@
-"""The whole benchmark, and how it is written down."""
+"""The benchmark: what is measured, and how it is written down."""
 
 import json
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from plures.lab.timing.bench.inference import affordable_ratios, bf16_ratio, prediction_ratios, side_by_side_ratio
-from plures.lab.timing.bench.measure import LeftOut, Ratio
-from plures.lab.timing.bench.methods import MethodCost, method_costs
-from plures.lab.timing.bench.size import file_ratios, memory_ratios
-from plures.lab.timing.bench.subjects import NARROW_RESNET, RESNET18, TRANSFORMER, WIDE_RESNET, Subject
-from plures.lab.timing.bench.training import data_ratios, mask_ratios, step_ratios
+from plures import files
+from plures.lab.timing.costs import MethodCost, method_costs
+from plures.lab.timing.machine import machine
+from plures.lab.timing.measure import LeftOut, Ratio
+from plures.lab.timing.size import file_ratios, memory_ratios
+from plures.lab.timing.speed import (
+    affordable_ratios,
+    bf16_ratio,
+    data_ratios,
+    mask_ratios,
+    prediction_ratios,
+    step_ratios,
+)
+from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject
 from plures.lab.training.distributed import resolve
-from plures.version import __version__
 
 
 def precision_here() -> str:
@@ -48,9 +53,7 @@ def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
         for batch in (1, 32, 128):
             yield from prediction_ratios(RESNET18, batch, "bf16", rounds=2)
     else:
-        yield bf16_ratio(RESNET18, rounds=3)
-    for batch in (1, 8):
-        yield side_by_side_ratio(NARROW_RESNET, batch, rounds=9)
+        yield from bf16_ratio(RESNET18, rounds=3)
 
 
 def all_large_ratios() -> Iterator[Ratio | LeftOut]:
@@ -86,25 +89,6 @@ def costs() -> Iterator[MethodCost]:
     yield from method_costs(batch=16, precision=precision_here(), rounds=2)
 
 
-def machine() -> dict[str, str | int]:
-    """Describe the machine that measured.
-
-    machine()["threads"]
-    """
-    model = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
-    return {
-        "plures": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": model,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count() or 1,
-    }
-
-
 def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> None:
     """Write results.json and results.md into a folder.
 
@@ -113,8 +97,8 @@ def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost
     folder.mkdir(parents=True, exist_ok=True)
     document = {"machine": machine(), "ratios": [asdict(r) | {"met": r.met} for r in found]}
     document["methods"] = [asdict(cost) for cost in table]
-    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "results.md").write_text(markdown(found, table))
+    files.write(folder / "results.json", json.dumps(document, indent=1).encode() + b"\n")
+    files.write(folder / "results.md", markdown(found, table).encode())
 
 
 def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
@@ -133,8 +117,7 @@ def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
         if isinstance(one, LeftOut):
             lines.append(f"| {one.name} | {one.setting} | | | left out: {one.why} |")
             continue
-        sign = ">=" if one.at_least else "<="
-        bar = "" if one.bar is None else f"{sign} {one.bar:g} {'met' if one.met else '**missed**'}"
+        bar = "" if one.bar is None else f"<= {one.bar:g} {'met' if one.met else '**missed**'}"
         lines.append(f"| {one.name} | {one.setting} | {one.value:.3f} | {one.low:.3f} to {one.high:.3f} | {bar} |")
     if table:
         lines += ["", "Each method on ResNet18-CIFAR, relative to the plain network, batch 16.", ""]
@@ -143,7 +126,3 @@ def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
             numbers = (cost.parameters, cost.file, cost.step, cost.prediction)
             lines.append(f"| {cost.method} | {cost.members} | " + " | ".join(f"{n:.2f}" for n in numbers) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []

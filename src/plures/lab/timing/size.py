@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from plures.lab.timing.bench.measure import Action, Ratio, race, ratio
-from plures.lab.timing.bench.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
+from plures.lab.timing.measure import Action, Ratio, race
+from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
 from plures.methods.orthogonal_dropout.engines.engines import Kind
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.storage import load, save
@@ -35,7 +35,7 @@ def file_ratios(subject: Subject, rounds: int) -> Iterator[Ratio]:
             save(finished(network, members, granularity), path)
             bytes_each = path.stat().st_size / plain.stat().st_size
             setting = f"{subject.name}, {members} members, {granularity} granularity, float32"
-            yield ratio("file / plain file", setting, [bytes_each], bars.get((members, granularity)))
+            yield Ratio.of("file / plain file", setting, [bytes_each], bars.get((members, granularity)))
 
         def load_plain(count: int) -> Action:
             def run() -> None:
@@ -72,7 +72,7 @@ def memory_ratios(subject: Subject, rounds: int, batch: int = 8) -> Iterator[Rat
                 found = [measure(subject, kind, path, batch) for _ in range(times)]
                 samples = [1 + (other - one) / weights for other, one in zip(found, plain, strict=False)]
                 name = f"{kind} peak memory beyond activations / plain weights"
-                yield ratio(name, f"{subject.name}, 5 members, {counted}", samples, bar)
+                yield Ratio.of(name, f"{subject.name}, 5 members, {counted}", samples, bar)
 
 
 def held(network: nn.Module) -> int:
@@ -163,4 +163,4 @@ CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux alone has it
 
 def _predict(network: nn.Module, batch: int) -> None:
     with torch.no_grad():
-        network(images(batch))
+        network(images(batch)[0])

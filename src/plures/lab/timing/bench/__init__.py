@@ -1,1 +1,0 @@
-"""Speed and size against the alternatives: what `plures bench` measures."""

@@ -1,0 +1,203 @@
+"""How long training steps and predictions take, against plain networks."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn import functional as F
+
+from plures.lab.data import Augment, batches, open_data
+from plures.lab.models import resnet8
+from plures.lab.timing.measure import Action, LeftOut, Ratio, prediction, race, timed, training_step
+from plures.lab.timing.subjects import Subject, finished, first_step, images
+from plures.methods.deterministic import Deterministic
+from plures.methods.orthogonal_dropout.masks import TopK
+from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+
+FEW_SECONDS = 5.0  # a pass of k plain networks that takes longer is compared with the engines alone, and once
+LONGEST_PASS = 30.0  # one that takes longer is left out
+
+
+# Training
+
+
+def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> Iterator[Ratio]:
+    """Compare a masked and a pruning step with a step of the plain network.
+
+    for ratio in step_ratios(RESNET18, 64, "float32", rounds=3): print(ratio)
+    """
+    network = subject.make()
+    rivals = {}
+    # The first stage is committed, untrained, when the second is asked for.
+    for name, stage in zip(("masked training", "prune"), OrthogonalDropout(network, 5).stages(), strict=False):
+        rivals[f"{name} step / plain step"] = training_step(stage, *images(batch), precision)
+    bars = dict(zip(rivals, (1.05, 1.20), strict=True)) if batch == 64 else {}  # a small batch pays the same for masks
+    plain = first_step(Deterministic(network), batch, precision)
+    yield from race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
+
+
+class TextbookTopK(nn.Module):
+    """Edge-pop as it is usually written: every step sorts all scores.
+
+    TextbookTopK(scores, count)(weight)
+    """
+
+    def __init__(self, scores: Tensor, count: int) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(scores.clone())
+        self.count = count
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Mask the weight with the scores that rank highest."""
+        ranked = self.scores.abs()
+        order = ranked.detach().flatten().sort(descending=True).indices
+        hard = torch.zeros_like(ranked).flatten()
+        hard[order[: self.count]] = 1.0
+        return weight * (hard.reshape(weight.shape) + (ranked - ranked.detach()))
+
+
+def mask_ratios(rounds: int) -> Iterator[Ratio]:
+    """Compare our mask, forward and backward, with the textbook's full sort, on the largest layer of a ResNet18.
+
+    for ratio in mask_ratios(rounds=5): print(ratio)
+    """
+    shape = (512, 512, 3, 3)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    count = weight.numel() // 5
+    masks = TopK(weight, torch.ones(shape, dtype=torch.bool), count), TextbookTopK(weight, count)
+    gradient = torch.ones_like(weight)
+
+    def there_and_back(mask: nn.Module) -> Action:
+        def run() -> None:
+            mask.zero_grad()
+            mask(weight).backward(gradient)
+
+        return run
+
+    ours, textbook = map(there_and_back, masks)
+    name = "our mask / full sort of the textbook"
+    yield from race("2.4 M scores, forward and backward", textbook, {name: ours}, rounds, {name: 0.1})
+
+
+def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
+    """Compare training on batches from the pipeline with training on one batch that lies ready.
+
+        for ratio in data_ratios(rounds=3): print(ratio)
+
+    The images are the digits of scikit-learn, whose small network leaves the pipeline the least time to hide in.
+    """
+    data = open_data("digits")
+    augment = Augment(crop=1)
+    network = resnet8(classes=10, channels=1, width=16)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
+
+    def train(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
+        for _, (inputs, targets) in zip(range(steps), pairs, strict=False):
+            optimizer.zero_grad()
+            loss: Tensor = F.cross_entropy(network(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    def pipeline() -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(batches(data.train, 64, seed=0, epoch=0, augment=augment, shuffle=True))
+
+    ready = next(pipeline())
+    name = "training from the data pipeline / on one ready batch"
+    setting = f"digits, ResNet8, batch 64, {steps} steps"
+    rivals: dict[str, Action] = {name: lambda: train(pipeline())}
+    yield from race(setting, lambda: train(iter([ready] * steps)), rivals, rounds, {name: 1.10})
+
+
+# Prediction
+
+
+def prediction_ratios(
+    subject: Subject,
+    batch: int,
+    precision: str,
+    rounds: int,
+    *,
+    members: int = 5,
+    compiled: bool = False,
+    engines_only: bool = False,
+) -> Iterator[Ratio]:
+    """Compare the engines, the ensemble's own forward and vmap with k plain networks run one after the other.
+
+        for ratio in prediction_ratios(RESNET18, batch=128, precision="float32", rounds=3): print(ratio)
+
+    With `engines_only` the two engines alone, without a run to warm up: for passes of many seconds.
+    """
+    ensemble = finished(subject.make(), members)
+    networks = [ensemble.checkout(member) for member in range(members)]
+    inputs, _ = images(batch)
+    unfolded, lean = ensemble.engine("unfolded"), ensemble.engine("lean")
+    rivals: dict[str, Callable[[Tensor], Any]] = {"unfolded prediction": unfolded, "lean prediction": lean}
+    if not engines_only:
+        rivals |= {"the ensemble's own forward": ensemble, "vmap over stacked members": stacked(networks)}
+    if compiled:
+        rivals["unfolded prediction, compiled"] = torch.compile(unfolded)
+    setting = f"{subject.name}, batch {batch}, {precision}"
+    bars = {"unfolded prediction": 0.95, "lean prediction": 1.10} if batch == 128 else {}
+    suffix = f" / {members} plain networks"
+    named = {name + suffix: prediction(rival, inputs, precision) for name, rival in rivals.items()}
+    bars = {name + suffix: bar for name, bar in bars.items()}
+    plain = prediction(lambda x: [network(x) for network in networks], inputs, precision)
+    yield from race(setting, plain, named, rounds, bars, warm_up=not engines_only)
+
+
+def affordable_ratios(
+    subject: Subject, sizes: Sequence[int], precision: str, rounds: int, *, members: int = 5
+) -> Iterator[Ratio | LeftOut]:
+    """Compare predictions at each of the batch sizes that a large network gets through in reasonable time.
+
+        for found in affordable_ratios(WIDE_RESNET, [1, 32, 128], "float32", rounds=2): print(found)
+
+    What a pass of k plain networks will take is computed from one image. Up to 32 images it may take half a minute,
+    above that a few seconds.
+    """
+    one_image = prediction(subject.make().eval(), images(1)[0], precision)
+    per_image = members * min(timed([one_image], rounds=3)[0])
+    for batch in sizes:
+        expected = per_image * batch
+        longest = LONGEST_PASS if batch <= 32 else FEW_SECONDS
+        if expected > longest:
+            why = f"a pass of {members} plain networks would take {expected:.0f} s, more than {longest:.0f} s"
+            yield LeftOut(f"prediction / {members} plain networks", f"{subject.name}, batch {batch}, {precision}", why)
+            continue
+        slow = expected > FEW_SECONDS
+        passes = 1 if slow else rounds
+        yield from prediction_ratios(subject, batch, precision, passes, members=members, engines_only=slow)
+
+
+def bf16_ratio(subject: Subject, rounds: int) -> Iterator[Ratio]:
+    """Compare prediction of the plain network in bf16 with float32, one image.
+
+    for ratio in bf16_ratio(RESNET18, rounds=3): print(ratio)
+    """
+    network = subject.make().eval()
+    float32, bf16 = (prediction(network, images(1)[0], precision) for precision in ("float32", "bf16"))
+    yield from race(f"{subject.name}, batch 1", float32, {"plain prediction in bf16 / in float32": bf16}, rounds)
+
+
+def stacked(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+    """Run all networks at once by vmap over their stacked parameters.
+
+    logits = stacked([network, other])(images)
+    """
+    parameters, buffers = stack_module_state(networks)
+    skeleton = copy.deepcopy(networks[0]).to("meta")
+
+    def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        result: Tensor = functional_call(skeleton, (parameters, buffers), (inputs,))
+        return result
+
+    every = vmap(one, in_dims=(0, 0, None))
+
+    def run(inputs: Tensor) -> Tensor:
+        result: Tensor = every(parameters, buffers, inputs)
+        return result
+
+    return run
