@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import csv
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +14,11 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
+from rich.console import Console
 
 from plures.errors import PluresError
 from plures.lab import tables
@@ -24,9 +28,10 @@ from plures.lab.compare.compare import compare, make_runs
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
 from plures.lab.compare.pool import OUTPUT, Processes, run_all
 from plures.lab.compare.progress import Watch
-from plures.lab.compare.rows import Finished, columns, published, rows_of
-from plures.lab.compare.table import as_csv, markdown
+from plures.lab.compare.rows import Finished, published, rows_of, with_costs
+from plures.lab.compare.table import as_csv, columns, markdown
 from plures.lab.compare.worker import describe, make
+from plures.lab.models import build
 from plures.lab.paper.draw import draw
 from plures.lab.paper.published import TABLE1, TABLE3, Published
 from plures.lab.paper.targets import SCALES, TARGETS
@@ -346,7 +351,7 @@ def test_the_best_efficient_row_is_bold_and_a_deep_ensemble_is_not_efficient(fin
     assert by_name["deterministic"].efficient
     assert not by_name["deep-ensemble"].efficient
     for column in columns(rows):
-        best = column.best(rows)
+        best = column.stressed(rows)
         if column.better is None:
             assert best is None
         else:
@@ -420,13 +425,65 @@ def test_the_paper_has_no_figures_for_other_members_epochs_or_options(finished: 
         config["data"]["name"] = "cifar10"
         config["recipe"]["epochs"] = asdict(epochs)
         config["options"].update(options)
-        return published(replace(row, runs=(Finished(runs, config, {"members": members}),)))
+        return published(Finished(runs, config, {"members": members}))
 
     usual = get_recipe("cifar10").epochs
     assert paper(usual, 5) == TABLE1["cifar10"]["orthogonal-dropout"]
     assert paper(usual, 4) is None
     assert paper(usual.times(2.1), 5) is None
     assert paper(usual, 5, classifier="split") is None
+
+
+def test_naming_rows_builds_no_network_and_measuring_one_builds_two(
+    finished: tuple[Comparison, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, runs = finished
+    shutil.copytree(runs / "digits/orthogonal-dropout", tmp_path / "orthogonal-dropout")
+    for kept in tmp_path.rglob("costs.json"):
+        kept.unlink()
+    built = []
+
+    def counted(name: str, *words: Any, **options: Any) -> Any:
+        built.append(name)
+        return build(name, *words, **options)
+
+    monkeypatch.setattr("plures.lab.runs.open.build", counted)
+    rows = rows_of([tmp_path])
+    assert [row.runs[0].command for row in rows]
+    assert built == []
+    assert with_costs(rows)[0].costs is not None
+    assert len(built) == 2, "the run's own, and a plain one to compare it with"
+
+
+def test_runs_of_the_last_version_have_names_and_commands() -> None:
+    written = Path(__file__).parent / "data" / "v0.1" / "runs"
+    names = ("deep-ensemble", "mc-dropout", "orthogonal-dropout")
+    rows = rows_of([written / name for name in names])
+    assert tuple(row.name for row in rows) == names
+    assert all(row.runs[0].command.startswith(f"plures train digits --method {row.name} ") for row in rows)
+    with pytest.raises(PluresError, match="not finished: it stopped in member"):
+        rows_of([written])
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_live_list_cuts_nothing_however_narrow_the_terminal(width: int, finished: tuple[Comparison, Path]) -> None:
+    comparison, runs = finished
+    long = replace(
+        comparison.jobs(runs)[0], variant=Variant("mimo", ("init=fresh",), label="a name of many words " * 4)
+    )
+    jobs = [long, *comparison.jobs(runs)[1:]]
+    watch = Watch(jobs, {job.run: 2 for job in jobs})
+    for job in jobs:
+        watch.started(job)
+    watch.console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    watch.console.print(watch._table())
+    shown = watch.console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line.strip() for line in shown.splitlines()]
+    words = "".join(shown.split())
+    assert "…" not in shown
+    for job in jobs:
+        assert "".join(job.name.split()) in words
+        assert any(line.endswith(watch._position(job)) for line in lines), "where a run is stands in one line"
 
 
 def test_members_on_the_command_line_are_for_all_methods() -> None:

@@ -19,8 +19,8 @@ from PIL import Image
 from plures import PluresError, files
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.one_run import Train
-from plures.lab.compare.rerun import train_command
-from plures.lab.compare.rows import columns, rows_of
+from plures.lab.compare.rows import rows_of, train_command
+from plures.lab.compare.table import columns
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
@@ -301,7 +301,7 @@ def test_a_recipe_as_it_is_needs_no_options(tmp_path: Path) -> None:
     recipe = get_recipe("digits")
     data = data_for(recipe, None)
     network = network_for(recipe, len(data.classes), data.channels, data.size)
-    config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no")
+    config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no") | {"settings": []}
     assert train_command(config, Path("runs/x")) == "plures train digits --method mc-dropout --run runs/x"
 
 

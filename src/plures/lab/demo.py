@@ -41,14 +41,13 @@ def demonstrate(runs: Path) -> int:
     from plures.lab.compare import table as write
     from plures.lab.compare.compare import compare
     from plures.lab.compare.jobs import Comparison, variants
-    from plures.lab.compare.rows import columns
     from plures.lab.recipes import get_recipe
     from plures.lab.report import write_report
 
     comparison = Comparison(RECIPE, get_recipe(RECIPE), variants(METHODS))
     (rows,) = compare([comparison], runs)
     title = f"the network of the recipe {RECIPE}, used three ways"
-    write.show(title, rows, columns(rows))
+    write.show(title, rows, write.columns(rows))
     if any(row.failures for row in rows):
         return 2
     folder = runs / RECIPE

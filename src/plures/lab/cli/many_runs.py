@@ -67,11 +67,10 @@ class Compare:
 
         from plures.lab.compare import table as write  # only now: to say that a method is misspelt needs no torch
         from plures.lab.compare.compare import compare
-        from plures.lab.compare.rows import columns
 
         folder = write.writable(self.runs / self.recipe)
         (rows,) = compare([comparison], self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
-        chosen = columns(rows)
+        chosen = write.columns(rows)
         paths = write.write(folder, "results", rows, chosen, write.about(rows))
         _tell_failures(rows)
         if self.json:

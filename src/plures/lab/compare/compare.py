@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,13 +11,12 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Job, unique
 from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_done, run_all
 from plures.lab.compare.progress import Watch
-from plures.lab.compare.rows import Finished, Row, check_same_data, published, with_costs
+from plures.lab.compare.rows import Finished, Row, make_rows, with_costs
 from plures.lab.data import Data
-from plures.lab.methods import METHOD_NAMES
+from plures.lab.methods import method_class
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for
-from plures.lab.timing.costs import kept_costs
 
 Where = Literal["here", "ray"]
 
@@ -55,6 +53,7 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
     failures: dict[Path, str] = {}
     epochs: dict[Path, int] = {}
     for job in jobs:
+        method_class(job.variant.method)  # one outside the package may not be there
         refuse_others(job)
     wanted = [job for job in jobs if not is_done(job)]
     for job in wanted:
@@ -85,7 +84,7 @@ def refuse_others(job: Job) -> None:
     if not (job.run / "config.json").is_file():
         return
     before = RunFolder(job.run).config()
-    now = {"recipe": json.loads(json.dumps(job.recipe.as_json())), "method": METHOD_NAMES[job.variant.method]}
+    now = {"recipe": json.loads(json.dumps(job.recipe.as_json())), "method": job.variant.class_name}
     if differing := differences({key: before.get(key) for key in now}, now):
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise PluresError(
@@ -115,13 +114,7 @@ def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> l
         own = [job for job in jobs if job.variant == variant]
         finished = tuple(Finished.read(job.run) for job in own if job.run not in failures)
         failed = tuple(f"seed {job.recipe.seed}: {failures[job.run]}" for job in own if job.run in failures)
-        row = Row(variant.name, finished, failures=failed)
-        if finished:
-            # A table that brings the paper's figures has them all: what it lacks, the paper lacks.
-            paper = comparison.paper.get(variant.name) if comparison.paper else published(row)
-            row = replace(row, costs=kept_costs(finished[0].path), paper=paper)
-        rows.append(row)
+        rows.append(Row(variant.name, finished, failures=failed))
     if not any(row.runs for row in rows):
         raise PluresError(f"no run of {comparison.name} could be made: {next(iter(rows[0].failures), 'there is none')}")
-    check_same_data([run for row in rows for run in row.runs])
-    return rows
+    return make_rows(rows, comparison.paper)

@@ -11,7 +11,7 @@ from typing import Any
 
 from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.methods import METHOD_NAMES
+from plures.lab.methods import METHOD_NAMES, kebab
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Recipe
 
@@ -35,19 +35,28 @@ class Variant:
 
     @classmethod
     def parse(cls, words: str) -> "Variant":
-        """Read METHOD or METHOD:NAME=VALUE,NAME=VALUE.
+        """Read METHOD or METHOD:NAME=VALUE,NAME=VALUE; a METHOD outside the package is package.module:Class.
 
         Variant.parse("orthogonal-dropout:granularity=kernel,classifier=split")
+        Variant.parse("mine.methods:Forest:depth=3")
         """
         method, _, options = words.partition(":")
         if method not in METHOD_NAMES:
-            raise unknown("method", method, METHOD_NAMES)
+            own, _, rest = options.partition(":")
+            if not own.isidentifier():
+                raise unknown("method", method, METHOD_NAMES)
+            method, options = f"{method}:{own}", rest
         return cls(method, tuple(option.strip() for option in options.split(",") if option.strip()))
+
+    @property
+    def class_name(self) -> str:
+        """The method's class."""
+        return METHOD_NAMES.get(self.method, self.method.rpartition(":")[2])
 
     @property
     def name(self) -> str:
         """What the row is called."""
-        return self.label or " ".join([self.method, *self.settings, *self._more()])
+        return self.label or " ".join([kebab(self.class_name), *self.settings, *self._more()])
 
     @property
     def folder(self) -> str:
@@ -56,7 +65,7 @@ class Variant:
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Give a recipe as this variant uses it."""
-        recipe = recipe.for_method(METHOD_NAMES[self.method])
+        recipe = recipe.for_method(self.class_name)
         recipe = replace(recipe, epochs=recipe.epochs.times(self.longer))
         return recipe if self.members is None else replace(recipe, members=self.members)
 

@@ -21,6 +21,8 @@ from plures.lab.training.train import read_metrics
 
 PAUSE = 60.0  # seconds between plain lines about runs that go on
 SHOWN = 12  # runs that the live list has room for
+BAR = 12  # columns of the bar of one run
+PADDING = 2
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -107,12 +109,28 @@ class Watch(AbstractContextManager["Watch"]):
         return f"{made:,} of {total:,} epochs, about {duration(seconds)} left"
 
     def _table(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        for job in self._running()[:SHOWN]:
-            bar = ProgressBar(total=self.epochs[job.run], completed=_records(job), width=20)
-            table.add_row(Text(job.name), bar, Text(self._position(job), style="dim"))
+        """Show a line for each run that goes on, or two where one would not fit."""
+        shown = [
+            (
+                Text(job.name, overflow="fold"),
+                ProgressBar(total=self.epochs[job.run], completed=_records(job), width=BAR),
+                Text(self._position(job), "dim", overflow="fold"),
+            )
+            for job in self._running()[:SHOWN]
+        ]
+        if any(len(name) + len(where) + BAR + 2 * PADDING > self.console.width for name, _, where in shown):
+            lines: list[RenderableType] = [line for name, bar, where in shown for line in (name, _grid((bar, where)))]
+        else:
+            lines = [_grid(*shown)]
         made, total = self._done()
-        return Group(table, ProgressBar(total=max(total, 1), completed=made, width=60), Text(self._left()))
+        return Group(*lines, ProgressBar(total=max(total, 1), completed=made, width=60), Text(self._left()))
+
+
+def _grid(*rows: Sequence[RenderableType]) -> Table:
+    table = Table.grid(padding=(0, PADDING))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _records(job: Job) -> int:

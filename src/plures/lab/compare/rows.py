@@ -1,24 +1,28 @@
-"""Finished runs as the rows of a table: what they have in common, and what they differ in."""
+"""Finished runs as the rows of a comparison: which belong together, what they are called, what the paper says of them.
 
+Names and commands follow from a run's config.json alone: no network is built.
+"""
+
+import inspect
 import json
+import shlex
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from plures.errors import PluresError
-from plures.lab.compare.rerun import missing_stages, special_settings, train_command
-from plures.lab.methods import kebab
-from plures.lab.paper.published import TABLE1, TABLE2, Published, paper_members
+from plures.lab.methods import NOT_OPTIONS, kebab, method_class, takes
+from plures.lab.paper.published import TABLE1, TABLE2, Published, paper_data, paper_members
 from plures.lab.recipes import RECIPES
 from plures.lab.runs.folder import RunFolder
-from plures.lab.tables import UNKNOWN, figure
 from plures.lab.timing.costs import Costs, kept_costs, measured_costs
+from plures.lab.training.train import read_metrics
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
-
-PAPER_TITLE = "paper: accuracy % / NLL / ECE"
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,16 @@ class Finished:
         folder = RunFolder(path)
         config = folder.config()
         if not folder.finished:
+            last = next(reversed(folder.records()), None)
+            where = "no epoch is done"
+            if last is not None:
+                where = f"it stopped in {last['stage']} after epoch {last['epoch']} of {last['epochs']}"
             command = train_command(config, path)
-            raise PluresError(f"the run in {path} is not finished: {_progress(folder)}; to finish it: {command}")
-        metrics = path / "metrics.json"
-        if not metrics.is_file():
+            raise PluresError(f"the run in {path} is not finished: {where}; to finish it: {command}")
+        if not (path / "metrics.json").is_file():
             command = train_command(config, path)
             raise PluresError(f"the run in {path} is trained but not measured; to finish it: {command}")
-        try:
-            return cls(path, config, json.loads(metrics.read_text()))
-        except ValueError as error:
-            raise PluresError(f"{metrics} cannot be read ({error}): remove it, and it is made again") from error
+        return cls(path, config, read_metrics(path / "metrics.json"))
 
     @property
     def seed(self) -> int:
@@ -57,7 +61,17 @@ class Finished:
     @property
     def method(self) -> str:
         """The method, as on the command line."""
-        return kebab(self.config["method"])
+        return method_of(self.config)
+
+    @property
+    def command(self) -> str:
+        """The command that makes the run."""
+        return train_command(self.config, self.path)
+
+    @cached_property
+    def name(self) -> str:
+        """The method and the options that it was given."""
+        return " ".join([self.method.rpartition(":")[2], *_settings(self.config)])
 
 
 @dataclass(frozen=True)
@@ -94,71 +108,6 @@ class Row:
         return self.costs is not None and self.costs.size <= EFFICIENT
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a comparison: the figure of a row, how it is written, and which end is better.
-
-    nll = next(column for column in columns(rows) if column.title == "NLL")
-    nll.value(row), nll.cell(row), nll.best(rows)
-    """
-
-    title: str
-    value: Callable[[Row], float | None]
-    cell: Callable[[Row], str]
-    better: Literal["high", "low"] | None = None
-
-    def best(self, rows: Sequence[Row]) -> Row | None:
-        """Name the best of the efficient rows; nobody where there is no choice."""
-        known = [(value, row) for row in rows if row.efficient and (value := self.value(row)) is not None]
-        if self.better is None or len(known) < 2:
-            return None
-        choose = max if self.better == "high" else min
-        return choose(known, key=lambda pair: pair[0])[1]
-
-
-def columns(rows: Sequence[Row]) -> list[Column]:
-    """Give the columns of a comparison; those that no row has a figure for are left out.
-
-        [[column.cell(row) for column in columns(rows)] for row in rows]
-
-    What matters most comes first: a narrow screen shows no more than fits.
-    """
-    every = [
-        measured("accuracy %", "accuracy", "high", digits=1, scale=100),
-        measured("NLL", "nll", "low"),
-        measured("ECE", "ece", "low", digits=4),
-        Column(PAPER_TITLE, lambda row: row.paper.accuracy if row.paper else None, _paper),
-        _cost("size", lambda costs: costs.size, "{:.2f} x"),
-        _cost("prediction", lambda costs: costs.prediction, "{:.1f} x"),
-        _cost("training epochs", lambda costs: costs.epochs, "{:.0f}"),
-        measured("calibrated NLL", "calibrated_nll", "low"),
-        measured("Brier", "brier", "low"),
-        measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
-        measured("agreement", "agreement", None),
-    ]
-    return [column for column in every if any(column.value(row) is not None for row in rows)]
-
-
-def measured(
-    title: str, key: str, better: Literal["high", "low"] | None, *, digits: int = 3, scale: float = 1
-) -> Column:
-    """Make a column of a metric: its mean, and its standard deviation where there are several seeds.
-
-    measured("accuracy %", "accuracy", "high", digits=1, scale=100).cell(row)  # '95.3 ± 0.3'
-    """
-
-    def value(row: Row) -> float | None:
-        mean = row.mean(key)
-        return None if mean is None else scale * mean
-
-    def cell(row: Row) -> str:
-        deviation = row.deviation(key)
-        spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
-        return figure(value(row), digits) + spread
-
-    return Column(title, value, cell, better)
-
-
 def rows_of(folders: Sequence[Path]) -> list[Row]:
     """Read run folders, or all that lie below the given ones, and put those that differ in their seed only together.
 
@@ -166,21 +115,45 @@ def rows_of(folders: Sequence[Path]) -> list[Row]:
 
     Refuses runs that are not finished, and runs of different data.
     """
-    runs = [Finished.read(path) for path in find_runs(folders)]
-    check_same_data(runs)
     groups: dict[str, list[Finished]] = {}
-    for run in runs:
+    for run in map(Finished.read, find_runs(folders)):
         groups.setdefault(json.dumps(_without_seed(run.config), sort_keys=True), []).append(run)
-    rows = [Row("", tuple(sorted(group, key=lambda run: run.seed))) for group in groups.values()]
-    for row in rows:
-        seeds = [run.seed for run in row.runs]
-        if len(set(seeds)) < len(seeds):
-            paths = ", ".join(str(run.path) for run in row.runs if seeds.count(run.seed) > 1)
+    for group in groups.values():
+        group.sort(key=lambda run: run.seed)
+        if doubled := [seed for seed, count in Counter(run.seed for run in group).items() if count > 1]:
+            paths = ", ".join(str(run.path) for run in group if run.seed in doubled)
             raise PluresError(f"the same run was given more than once: {paths}; give one of them")
+    names = _names([group[0] for group in groups.values()])
+    return make_rows([Row(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)])
+
+
+def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None) -> list[Row]:
+    """Complete the rows of a comparison: what was measured of their costs before, and what was published.
+
+        make_rows([Row("mimo", (Finished.read(Path("runs/digits/mimo/seed-0")),))])
+
+    `paper` holds what was published, by name; without it, it is looked up. Refuses runs of different data.
+    """
+    check_same_data([run for row in rows for run in row.runs])
     return [
-        replace(row, name=name, costs=kept_costs(row.runs[0].path), paper=published(row))
-        for row, name in zip(rows, _names(rows), strict=True)
+        replace(
+            row,
+            costs=kept_costs(row.runs[0].path),
+            # A table that brings the paper's figures has them all: what it lacks, the paper lacks.
+            paper=paper.get(row.name) if paper else published(row.runs[0]),
+        )
+        if row.runs
+        else row
+        for row in rows
     ]
+
+
+def with_costs(rows: Sequence[Row]) -> list[Row]:
+    """Measure the costs of the rows that were not measured yet.
+
+    rows = with_costs(rows_of([Path("runs/digits")]))
+    """
+    return [replace(row, costs=row.costs or measured_costs(row.runs[0].path)) if row.runs else row for row in rows]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -226,99 +199,114 @@ def check_same_data(runs: Sequence[Finished]) -> None:
             )
 
 
-def with_costs(rows: Sequence[Row]) -> list[Row]:
-    """Measure the rows that were not measured yet.
+def _data(run: Finished) -> str:
+    data = run.config["data"]
+    return f"{data['name']} ({len(data['classes'])} classes, {data['size']} pixels)"
 
-    rows = with_costs(rows_of([Path("runs/digits")]))
+
+def published(run: Finished) -> Published | None:
+    """Find the paper's figures for a run: of the same method with the usual options, on the data that ours come from.
+
+    published(run).nll
     """
-    return [replace(row, costs=row.costs or measured_costs(row.runs[0].path)) if row.runs else row for row in rows]
-
-
-def published(row: Row) -> Published | None:
-    """Find the paper's figures for a row: of the same method with the usual options, on the data that ours come from.
-
-    published(row).nll
-    """
-    run = row.runs[0]
     wide = "wide_resnet" in run.config["recipe"]["model"]
     found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
     members = paper_members(run.method, wide)
-    if found is None or special_settings(run.config) or run.metrics["members"] != members:
+    if found is None or _settings(run.config) or run.metrics["members"] != members:
         return None
     usual = [asdict(recipe.for_method(run.config["method"]).epochs) for recipe in RECIPES.values()]
     return found if run.config["recipe"]["epochs"] in usual else None
 
 
-def paper_data(name: str) -> str:
-    """Name the paper's data set that data were taken from.
+# Names and commands
 
-    >>> paper_data("tiny-imagenet-20"), paper_data("cifar10")
-    ('tiny-imagenet', 'cifar10')
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """Name the method of a run as the command line does.
+
+    >>> method_of({"method": "MCDropout"})
+    'mc-dropout'
     """
-    whole, _, count = name.rpartition("-")
-    return whole if whole and count.isdigit() else name
+    return kebab(config["method"])
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
-    """Name rows by method and special options; where that is not enough, also by what else they differ in."""
-    configs = [row.runs[0].config for row in rows]
-    short = [_name(config) for config in configs]
-    flat = [dict(_flat(config["recipe"])) for config in configs]
+def train_command(config: Mapping[str, Any], run: Path) -> str:
+    """Give the `plures train` command of a run: its recipe, and an option for all that differs.
+
+        train_command(RunFolder("runs/mimo").config(), Path("runs/mimo"))
+        # 'plures train digits --method mimo --learning-rate 0.05 --run runs/mimo'
+
+    Roles given from Python cannot be said on the command line and are left out.
+    """
+    method = method_of(config)
+    own = _flat(config["recipe"])
+    differing = {
+        name: [key for key, value in own.items() if value != usual.get(key)]
+        for name, recipe in RECIPES.items()
+        for usual in [_flat(recipe.for_method(config["method"]).as_json())]
+    }
+    # Runs of older versions do not know their recipe's name: equal numbers make equal runs.
+    recipe = config.get("recipe_name") or min(differing, key=lambda name: len(differing[name]))
+    words = ["plures", "train", recipe, "--method", method]
+    for key in differing.get(recipe, own):
+        if key != "members" or takes(method_class(method), "members"):
+            words += _option(key, own[key])
+    for setting in _settings(config, exact=True):
+        words += ["--set", setting]
+    return shlex.join([*words, "--run", str(run)])
+
+
+def _names(runs: Sequence[Finished]) -> list[str]:
+    """Name rows by method and options; where that is not enough, also by what else they differ in."""
+    flat = [_flat({key: run.config[key] for key in ("recipe", "options")}) for run in runs]
     names = []
-    for name, own in zip(short, flat, strict=True):
-        rivals = [other for other_name, other in zip(short, flat, strict=True) if other_name == name]
-        differing = [key for key in own if any(other.get(key) != own[key] for other in rivals) and key != "seed"]
-        names.append(" ".join([name, *(f"{key}={own[key]}" for key in differing)]))
+    for run, own in zip(runs, flat, strict=True):
+        rivals = [other for rival, other in zip(runs, flat, strict=True) if rival.name == run.name]
+        differing = [key for key in own if any(other.get(key) != own[key] for other in rivals)]
+        more = [f"{key.partition('.')[2]}={own[key]}" for key in differing if not key.endswith(".seed")]
+        names.append(" ".join([run.name, *more]))
     return names
 
 
-def _name(config: Mapping[str, Any]) -> str:
-    return " ".join([kebab(config["method"]), *special_settings(config)])
+def _settings(config: Mapping[str, Any], *, exact: bool = False) -> list[str]:
+    """Write the options that a method was given.
 
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return found
+    Runs of older versions do not tell: there, all that differ from the constructor's defaults. A default of None is
+    left to the network, and such an option is told only where it must be exact.
+    """
+    if "settings" in config:
+        return list(config["settings"])
+    defaults = inspect.signature(method_class(method_of(config))).parameters
+    return [
+        f"{kebab(name)}={_word(value)}"
+        for name, value in config["options"].items()
+        if name not in NOT_OPTIONS and value != defaults[name].default and (exact or defaults[name].default is not None)
+    ]
 
 
 def _without_seed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keep what makes runs the same: which images are held out, and their mean, follow from the seed."""
     data = {key: value for key, value in config["data"].items() if key not in ("fingerprint", "mean", "std")}
-    parts = {key: dict(config[key]) for key in ("recipe", "options")}
-    for part in parts.values():
-        part.pop("seed", None)
+    parts = {key: config[key] | {"seed": None} for key in ("recipe", "options")}
     return {"method": config["method"], "data": data, "network": config["network"], **parts}
 
 
-def _cost(title: str, of: Callable[[Costs], float], pattern: str) -> Column:
-    def value(row: Row) -> float | None:
-        return None if row.costs is None else of(row.costs)
-
-    def cell(row: Row) -> str:
-        return UNKNOWN if row.costs is None else pattern.format(of(row.costs))
-
-    return Column(title, value, cell)
+def _option(key: str, value: Any) -> list[str]:
+    name = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return [name if value else name.replace("--", "--no-", 1)]
+    return [name, *_word(value).split()]
 
 
-def _paper(row: Row) -> str:
-    if row.paper is None:
-        return UNKNOWN
-    return f"{100 * row.paper.accuracy:.1f} / {row.paper.nll:.3g} / {row.paper.ece:.3g}"
+def _word(value: Any) -> str:
+    """Write a value as the command line reads it: sequences and mappings as words one after the other."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {one}" for key, one in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _progress(folder: RunFolder) -> str:
-    records = folder.records()
-    missing = missing_stages(folder.config(), records)
-    where = "not an epoch is done"
-    if records:
-        last = records[-1]
-        where = f"it stopped in {last['stage']} after epoch {last['epoch']} of {last['epochs']}"
-    shown = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
-    return f"{where}; {len(missing)} stages are missing ({shown})" if missing else where
-
-
-def _data(run: Finished) -> str:
-    data = run.config["data"]
-    return f"{data['name']} ({len(data['classes'])} classes, {data['size']} pixels)"
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found

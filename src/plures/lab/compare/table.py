@@ -6,18 +6,19 @@ import json
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 from rich.text import Text
 
+from plures import files
 from plures.errors import PluresError
 from plures.lab import tables
-from plures.lab.compare.rows import EFFICIENT, Column, Row
-from plures.lab.runs.folder import RunFolder
+from plures.lab.compare.rows import EFFICIENT, Row
+from plures.lab.paper.published import Published
 from plures.lab.timing.machine import machine
 from plures.lab.training.progress import duration
 
@@ -33,6 +34,98 @@ METRICS = (
     "agreement",
     "seconds",
 )
+
+PAPER_TITLE = "paper: accuracy % / NLL / ECE"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a comparison: the figure of a row, how it is written, and which end is better.
+
+    nll = next(column for column in columns(rows) if column.title == "NLL")
+    nll.value(row), nll.cell(row), nll.best(rows)
+    """
+
+    title: str
+    value: Callable[[Row], float | None]
+    cell: Callable[[Row], str]
+    better: Literal["high", "low"] | None = None
+
+    def best(self, rows: Sequence[Row]) -> Row | None:
+        """Find the best row of several that have a figure; None where there is no choice."""
+        known = [(value, row) for row in rows if (value := self.value(row)) is not None]
+        if self.better is None or len(known) < 2:
+            return None
+        return (max if self.better == "high" else min)(known, key=lambda pair: pair[0])[1]
+
+    def stressed(self, rows: Sequence[Row]) -> Row | None:
+        """Find the row to stress: the best of those about the size of one network, or of all if no size is known."""
+        return self.best([row for row in rows if row.efficient] if any(row.costs for row in rows) else rows)
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Give the columns of a comparison; those that no row has a figure for are left out.
+
+        [[column.cell(row) for column in columns(rows)] for row in rows]
+
+    What matters most comes first: a narrow screen shows no more than fits.
+    """
+    every = [
+        _measured("accuracy %", "accuracy", "high", digits=1, scale=100),
+        _measured("NLL", "nll", "low"),
+        _measured("ECE", "ece", "low", digits=4),
+        paper_column(PAPER_TITLE, "accuracy", "nll", "ece"),
+        _cost("size", "size", "{:.2f} x"),
+        _cost("prediction", "prediction", "{:.1f} x"),
+        _cost("training epochs", "epochs", "{:.0f}"),
+        _measured("calibrated NLL", "calibrated_nll", "low"),
+        _measured("Brier", "brier", "low"),
+        _measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
+        _measured("agreement", "agreement", None),
+    ]
+    return [column for column in every if any(column.value(row) is not None for row in rows)]
+
+
+def _measured(
+    title: str, key: str, better: Literal["high", "low"] | None, *, digits: int = 3, scale: float = 1
+) -> Column:
+    """Make a column of a metric: its mean, and its standard deviation where there are several seeds."""
+
+    def value(row: Row) -> float | None:
+        mean = row.mean(key)
+        return None if mean is None else scale * mean
+
+    def cell(row: Row) -> str:
+        deviation = row.deviation(key)
+        spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
+        return tables.figure(value(row), digits) + spread
+
+    return Column(title, value, cell, better)
+
+
+def _cost(title: str, key: str, pattern: str) -> Column:
+    def value(row: Row) -> float | None:
+        return None if row.costs is None else getattr(row.costs, key)
+
+    return Column(title, value, lambda row: tables.UNKNOWN if row.costs is None else pattern.format(value(row)))
+
+
+def paper_column(title: str, *keys: str) -> Column:
+    """Make a column of what the paper reports.
+
+    paper_column("paper: accuracy % / NLL", "accuracy", "nll").cell(row)  # '95.1 / 0.157'
+    """
+
+    def word(paper: Published, key: str) -> str:
+        value = getattr(paper, key)
+        if value is None:
+            return tables.UNKNOWN
+        return f"{100 * value:.1f}" if key.endswith("accuracy") else f"{value:.3g}"
+
+    def cell(row: Row) -> str:
+        return tables.UNKNOWN if row.paper is None else " / ".join(word(row.paper, key) for key in keys)
+
+    return Column(title, lambda row: row.paper.accuracy if row.paper else None, cell)
 
 
 def write(
@@ -53,7 +146,7 @@ def write(
     paths = []
     for suffix, text in contents.items():
         paths.append(folder / f"{name}.{suffix}")
-        RunFolder(folder).write(paths[-1], text.encode())
+        files.write(paths[-1], text.encode())
     return paths
 
 
@@ -85,7 +178,8 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str,
     lines = [f"| method | {' | '.join(column.title for column in columns)} |", "|---|" + "---|" * len(columns)]
     for row in rows:
         if row.runs:
-            cells = [f"**{column.cell(row)}**" if column.best(rows) is row else column.cell(row) for column in columns]
+            stars = ["**" if column.stressed(rows) is row else "" for column in columns]
+            cells = [f"{star}{column.cell(row)}{star}" for star, column in zip(stars, columns, strict=True)]
         else:
             cells = ["failed", *([""] * (len(columns) - 1))]
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
@@ -165,7 +259,7 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int
     made = tables.table(title, ["method", *titles[:count]], [], words=["method"])
     for row in rows:
         if row.runs:
-            cells = [Text(one.cell(row), "bold" if one.best(rows) is row else "") for one in columns[:count]]
+            cells = [Text(one.cell(row), "bold" if one.stressed(rows) is row else "") for one in columns[:count]]
         else:
             cells = [Text("failed", "red"), *(Text("") for _ in columns[1:count])]
         made.add_row(Text(row.name), *cells)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plures.lab.compare.jobs import Comparison
-from plures.lab.compare.rows import Finished, Row, paper_data
+from plures.lab.compare.rows import Finished, Row
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.paper.figures import BarPanel, Bars, LinePanel, Point, Series, against_members, member_bars, published
-from plures.lab.paper.published import TABLE1, TABLE3, paper_members
+from plures.lab.paper.published import TABLE1, TABLE3, paper_data, paper_members
 from plures.lab.runs.open import open_run
 
 

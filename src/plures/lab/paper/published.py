@@ -16,11 +16,10 @@ MIMO_PAPER = "Marton Havasi et al.: Training independent subnetworks for robust 
 
 @dataclass(frozen=True)
 class Published:
-    """
+    """One row of a table of the paper, for one data set; `None` where the table has no such column.
+
     >>> TABLE1["cifar10"]["orthogonal-dropout"].accuracy
     0.951
-
-    One row of a table of the paper, for one data set; `None` where the table has no such column.
     """
 
     accuracy: float
@@ -120,10 +119,19 @@ MC_DROPOUT_NOTE = (
 
 
 def paper_members(method: str, wide: bool) -> int:
-    """
+    """Tell how many members the paper's figures are of.
+
     >>> paper_members("mimo", wide=False), paper_members("deep-ensemble", wide=True)
     (2, 5)
-
-    Tell how many members the paper's figures are of.
     """
     return {"deterministic": 1, "mc-dropout": 30, "mimo": 3 if wide else 2}.get(method, 5)
+
+
+def paper_data(name: str) -> str:
+    """Name the paper's data set that data were taken from.
+
+    >>> paper_data("tiny-imagenet-20"), paper_data("cifar10")
+    ('tiny-imagenet', 'cifar10')
+    """
+    whole, _, count = name.rpartition("-")
+    return whole if whole and count.isdigit() else name

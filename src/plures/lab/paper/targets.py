@@ -7,10 +7,18 @@ from typing import Literal
 from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Variant
-from plures.lab.compare.rows import PAPER_TITLE, Column, Row, columns, paper_data
-from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, MIMO_PAPER, PAPER, TABLE3, Published
+from plures.lab.compare.rows import Row
+from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
+from plures.lab.paper.published import (
+    FROM_MIMO_PAPER,
+    MC_DROPOUT_NOTE,
+    MIMO_PAPER,
+    PAPER,
+    TABLE3,
+    Published,
+    paper_data,
+)
 from plures.lab.recipes import get_recipe
-from plures.lab.tables import UNKNOWN
 
 Scale = Literal["paper", "cpu", "digits"]
 SCALES: tuple[Scale, ...] = ("paper", "cpu", "digits")
@@ -97,21 +105,9 @@ def ablation_columns(rows: Sequence[Row]) -> list[Column]:
     every = {column.title: column for column in columns(rows)}
     order = ("member accuracy %", "accuracy %", "NLL", "ECE", "agreement", "size", "training epochs")
     ours = [every[title] for title in order if title in every]
-    paper = Column("paper: member accuracy % / accuracy % / NLL / ECE / agreement", _paper_accuracy, _paper_cell)
+    keys = ("member_accuracy", "accuracy", "nll", "ece", "agreement")
+    paper = paper_column("paper: member accuracy % / accuracy % / NLL / ECE / agreement", *keys)
     return [*ours, paper] if PAPER_TITLE in every else ours
-
-
-def _paper_accuracy(row: Row) -> float | None:
-    return row.paper.accuracy if row.paper else None
-
-
-def _paper_cell(row: Row) -> str:
-    if row.paper is None:
-        return UNKNOWN
-    paper = row.paper
-    accuracies = [UNKNOWN if one is None else f"{100 * one:.1f}" for one in (paper.member_accuracy, paper.accuracy)]
-    others = [UNKNOWN if one is None else f"{one:.3g}" for one in (paper.nll, paper.ece, paper.agreement)]
-    return " / ".join(accuracies + others)
 
 
 def member_counts(recipe: str) -> tuple[Variant, ...]:

@@ -7,12 +7,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from plures.lab.compare.rerun import train_command
-from plures.lab.compare.rows import Row, columns
+from plures.lab.compare.rows import Row
+from plures.lab.compare.table import columns
 from plures.lab.report.charts import FEW
 from plures.lab.report.gather import Detail
 from plures.lab.report.sections import sections, training
-from plures.lab.report.summary import best, headlines, summary, title_of
+from plures.lab.report.summary import headlines, summary, title_of
 from plures.lab.tables import figure
 
 AT_ONCE = 9  # charts that a section shows before it asks whether to show more
@@ -44,7 +44,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
         rows=rows,
         several_seeds=any(len(row.runs) > 1 for row in rows),
         columns=columns(rows),
-        best=best(rows),
+        best={column.title: column.stressed(rows) for column in columns(rows)},
         costs_known=any(row.costs for row in rows),
         details=details,
         sections=sections(details),
@@ -54,7 +54,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
         unfolded=len(rows) <= OPEN,
         small=data["size"] < SMALL,
         long_names=max(map(len, data["classes"])) > LONG,
-        commands=[(row.name, [train_command(run.config, run.path) for run in row.runs]) for row in rows],
+        commands=[(row.name, [run.command for run in row.runs]) for row in rows],
         environments=environments(rows),
         fingerprints={run.seed: run.config["data"]["fingerprint"] for row in rows for run in row.runs},
         data=data,

@@ -1,9 +1,10 @@
 """The top of the page: what the rows say, in plain words and a few large numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plures.lab.compare.rows import Column, Row, columns
+from plures.lab.compare.rows import Row
+from plures.lab.compare.table import columns
 from plures.lab.report.gather import Detail
 from plures.lab.tables import figure, percent
 
@@ -61,7 +62,7 @@ def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
     found = []
     for column in (column for column in columns(rows) if column.title in MEANINGS):
         short, meaning = MEANINGS[column.title]
-        row = _best_of_all(column, rows) or rows[0]
+        row = column.best(rows) or rows[0]
         value = column.cell(row).partition(" ±")[0] + (" %" if column.title.endswith("%") else "")
         word = "best" if column.better == "high" else "lowest"
         several = len(rows) > 1
@@ -72,22 +73,6 @@ def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
         gain = details[0].metrics["accuracy"] - details[0].metrics["mean_member_accuracy"]
         found.append(Headline("gain from ensembling", f"{100 * gain:+.1f}", "points of accuracy over one member"))
     return found
-
-
-def best(rows: Sequence[Row]) -> Mapping[str, Row | None]:
-    """Find the row to stress in each column: the best efficient one, or the best of all where no costs are known.
-
-    best(rows)["NLL"].name
-    """
-    costs_known = any(row.costs for row in rows)
-    return {one.title: one.best(rows) if costs_known else _best_of_all(one, rows) for one in columns(rows)}
-
-
-def _best_of_all(column: Column, rows: Sequence[Row]) -> Row | None:
-    known = [(value, row) for row in rows if (value := column.value(row)) is not None]
-    if column.better is None or len(known) < 2:
-        return None
-    return (max if column.better == "high" else min)(known, key=lambda pair: pair[0])[1]
 
 
 def _gain(ensembles: Sequence[Detail]) -> list[str]:
