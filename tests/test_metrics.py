@@ -502,3 +502,47 @@ def test_rows_may_miss_one_by_a_thousandth(gap, accepted):
     else:
         with pytest.raises(PluresError, match="softmax first"):
             metrics.accuracy(probabilities, torch.tensor([1]))
+
+
+# --- dense answers
+
+
+def test_dense_answers_count_every_labelled_place_as_a_sample():
+    flat, targets = random_case(3, samples=24, classes=5, members=3)
+    members = torch.from_numpy(flat).reshape(3, 2, 3, 4, 5).movedim(-1, 2)  # [members, samples, classes, rows, columns]
+    places = torch.from_numpy(targets).reshape(2, 3, 4)
+    for metric in ON_TARGETS:
+        assert metric(members.mean(0), places) == pytest.approx(metric(flat.mean(0), targets), rel=1e-12)
+    assert metrics.agreement(members, places) == pytest.approx(metrics.agreement(flat, targets))
+    assert torch.equal(metrics.disagreement(members), metrics.disagreement(flat))
+    assert torch.allclose(metrics.uncertainty(members).epistemic.flatten(), metrics.uncertainty(flat).epistemic)
+    warm = metrics.tempered(members, 2.0, axis=2)
+    assert torch.allclose(warm.movedim(2, -1).reshape(3, 24, 5), metrics.tempered(flat, 2.0))
+
+
+def test_places_that_nobody_labelled_are_left_out():
+    probabilities, targets = random_case(4, samples=12, classes=3)
+    dense, places = torch.from_numpy(probabilities).reshape(2, 6, 3).movedim(-1, 1), torch.from_numpy(targets).clone()
+    places[::3] = -100
+    kept = places != -100
+    assert metrics.nll(dense, places.reshape(2, 6)) == pytest.approx(metrics.nll(probabilities[kept], targets[kept]))
+    with pytest.raises(PluresError, match="label at least one place"):
+        metrics.nll(dense, torch.full((2, 6), -100))
+
+
+def test_dense_targets_of_another_shape_get_one_sentence():
+    dense = torch.full((2, 3, 4, 4), 1 / 3)
+    with pytest.raises(PluresError) as caught:
+        metrics.accuracy(dense, torch.zeros(2, 4, 5, dtype=torch.long))
+    shapes = "probabilities of shape (2, 3, 4, 4)"
+    assert str(caught.value) == f"targets of shape (2, 4, 5) must have one entry for each place of {shapes}."
+
+
+def test_the_risk_coverage_curve_is_the_error_of_the_most_confident():
+    probabilities, targets = random_case(5, samples=50, classes=4)
+    curve = metrics.risk_coverage(probabilities, targets)
+    order = np.argsort(-probabilities.max(1))
+    wrong = (probabilities.argmax(1) != targets)[order]
+    expected = [wrong[: count + 1].mean() for count in range(50)]
+    assert curve.risk.tolist() == pytest.approx(expected)
+    assert curve.coverage.tolist() == pytest.approx([(count + 1) / 50 for count in range(50)])

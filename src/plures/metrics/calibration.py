@@ -1,0 +1,111 @@
+"""Whether confidence can be believed, and the temperature that mends it."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plures.errors import PluresError
+from plures.metrics.arrays import TINY, Array, distributions, is_right, labelled, tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationTable:
+    """Confidence and accuracy of the samples, by bins of confidence.
+
+        table = calibration_table(probabilities, targets)
+        plot(table.confidence, table.accuracy)
+
+    One entry per bin: its edges, how many samples fell into it, their mean confidence and their accuracy.
+    Empty bins have count, confidence and accuracy 0.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+def calibration_table(probabilities: Array, targets: Array, bins: int = 15) -> CalibrationTable:
+    """Compare confidence and accuracy in bins of equal width.
+
+    >>> calibration_table(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]), bins=2).count
+    tensor([0, 2])
+
+    The confidence is the largest probability. A bin includes its upper edge and not its lower one.
+    """
+    if not isinstance(bins, int | np.integer) or bins < 1:
+        raise PluresError(f"bins must be a whole number of at least 1, got {bins!r}.")
+    values, labels = labelled("probabilities", probabilities, targets, rank=2)
+    confidence = values.amax(dim=1).double()
+    edges = torch.linspace(0, 1, int(bins) + 1, dtype=torch.float64)
+    # Inner edges only: a rounded confidence a little above 1 belongs to the last bin.
+    place = torch.bucketize(confidence, edges[1:-1])
+    count = torch.bincount(place, minlength=int(bins))
+
+    def mean_per_bin(amounts: Tensor) -> Tensor:
+        return torch.bincount(place, weights=amounts, minlength=int(bins)) / count.clamp_min(1)
+
+    right = is_right(values, labels).double()
+    return CalibrationTable(edges[:-1], edges[1:], count, mean_per_bin(confidence), mean_per_bin(right))
+
+
+def ece(probabilities: Array, targets: Array, bins: int = 15) -> float:
+    """Return the expected calibration error: the gap between confidence and accuracy.
+
+    >>> ece(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 1]))
+    0.25
+
+    It is averaged over the bins of `calibration_table`, weighted by their count.
+    """
+    table = calibration_table(probabilities, targets, bins)
+    return float((table.count * (table.accuracy - table.confidence).abs()).sum() / table.count.sum())
+
+
+def temperature(probabilities: Array, targets: Array) -> float:
+    """Find the temperature that minimises the NLL of `tempered(probabilities, temperature)`.
+
+        held_out = temperature(probabilities, targets)
+        calibrated = tempered(test_probabilities, held_out)
+
+    It lies between 0.01 and 100, and is 1 where every temperature is as good. Fit it on held-out data, never on the
+    data that you report.
+    """
+    values, labels = labelled("probabilities", probabilities, targets, rank=2)
+    logits = _logits(values.double())
+    target = logits.gather(1, labels[:, None]).squeeze(1)
+    low, middle, high = -math.log(100), 0.0, math.log(100)
+    # NLL is convex in 1 / temperature, so its slope changes sign once and bisection cannot miss the minimum.
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        expected = (torch.softmax(logits / math.exp(middle), dim=1) * logits).sum(dim=1)
+        slope = float((expected - target).mean())
+        if slope == 0:
+            break
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return math.exp(middle)
+
+
+def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor:
+    """Apply a temperature: softmax(log p / temperature) over the classes, which are the last axis or that given.
+
+    >>> tempered(torch.tensor([[0.9, 0.1]]), 2.0)
+    tensor([[0.7500, 0.2500]])
+
+    A temperature above 1 makes probabilities less sure, one below 1 more sure. Probabilities below the smallest normal
+    float32 count as that number, as in `nll`, so that a temperature can mend a probability of 0.
+    """
+    if not TINY <= temperature < math.inf:
+        raise PluresError(f"temperature must be positive and finite, got {temperature!r}.")
+    values = tensor("probabilities", probabilities, rank=None).movedim(axis, -1)
+    return torch.softmax(_logits(distributions("probabilities", values, rank=None)) / temperature, dim=-1).movedim(
+        -1, axis
+    )
+
+
+def _logits(values: Tensor) -> Tensor:
+    logs = values.clamp_min(TINY).log()
+    return logs - logs.amax(dim=-1, keepdim=True)

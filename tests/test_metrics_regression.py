@@ -1,0 +1,88 @@
+"""Metrics where the answer is a number, against scipy and numerical integration."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from plures import PluresError, metrics
+
+reproducible = settings(deadline=None, derandomize=True, max_examples=30)
+
+
+def case(seed, members=3, samples=7, outputs=2):
+    rng = np.random.default_rng(seed)
+    shape = (members, samples, outputs)
+    return rng.normal(size=shape), rng.uniform(0.2, 2.0, size=shape), rng.normal(size=shape[1:])
+
+
+cases = st.builds(case, st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
+
+
+@reproducible
+@given(cases)
+def test_likelihoods_equal_scipy(drawn):
+    means, stds, targets = drawn
+    assert metrics.gaussian_nll(means[0], stds[0], targets) == pytest.approx(
+        -stats.norm(means[0], stds[0]).logpdf(targets).mean()
+    )
+    density = stats.norm(means, stds).pdf(targets).mean(0)
+    assert metrics.mixture_nll(means, stds, targets) == pytest.approx(-np.log(density).mean())
+    assert metrics.rmse(means[0], targets) == pytest.approx(np.sqrt(((means[0] - targets) ** 2).mean()))
+
+
+@reproducible
+@given(cases)
+def test_a_mixture_is_never_less_likely_than_its_members_on_average(drawn):
+    means, stds, targets = drawn
+    each = [metrics.gaussian_nll(mean, std, targets) for mean, std in zip(means, stds, strict=True)]
+    assert metrics.mixture_nll(means, stds, targets) <= np.mean(each) + 1e-12
+
+
+@settings(deadline=None, derandomize=True, max_examples=5)
+@given(st.builds(case, st.integers(0, 2**31), st.integers(1, 3), st.just(1), st.just(1)))
+def test_crps_is_the_integral_that_defines_it(drawn):
+    means, stds, targets = drawn
+    true = float(targets[0, 0])
+
+    def squared_gap(x):
+        return (stats.norm(means[:, 0, 0], stds[:, 0, 0]).cdf(x).mean() - (x >= true)) ** 2
+
+    below, _ = integrate.quad(squared_gap, -20, true, limit=200)
+    above, _ = integrate.quad(squared_gap, true, 20, limit=200)
+    assert metrics.mixture_crps(means, stds, targets) == pytest.approx(below + above, rel=1e-5)
+
+
+def test_crps_without_spread_is_the_absolute_error():
+    assert metrics.gaussian_crps(torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([4.0, 2.0])) == 1.5
+
+
+def test_intervals_are_counted_with_their_bounds():
+    lower, upper = np.array([0.0, 0.0, 0.0]), np.array([1.0, 2.0, 3.0])
+    assert metrics.interval_coverage(lower, upper, np.array([0.0, 2.0, 3.5])) == pytest.approx(2 / 3)
+    assert metrics.interval_width(lower, upper) == 2.0
+
+
+def test_wrong_input_gets_one_sentence():
+    two, three = torch.ones(2), torch.ones(3)
+    for call, message in (
+        (lambda: metrics.rmse(two, three), "targets of shape (3,) must have the shape of mean, (2,)."),
+        (
+            lambda: metrics.gaussian_nll(two, 0 * two, two),
+            "std has the entry 0: a likelihood needs standard deviations above 0.",
+        ),
+        (lambda: metrics.gaussian_crps(two, -two, two), "std has the negative entry -1."),
+        (
+            lambda: metrics.mixture_nll(two, two, two),
+            "means of shape (2,) must be [members, ...] of targets of shape (2,).",
+        ),
+        (
+            lambda: metrics.rmse(two * torch.nan, two),
+            "mean of shape (2,) contains NaN: look for a model that diverged or a broken input.",
+        ),
+    ):
+        with pytest.raises(PluresError) as caught:
+            call()
+        assert str(caught.value) == message
