@@ -1,0 +1,197 @@
+"""Promises that hold with a known probability: sets and intervals that cover, and answers whose risk is bounded.
+
+Pure functions of scores on held-out samples. They assume one thing: that the held-out samples were drawn like those to
+come, and were not used for training.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plures.checks import number, whole_number
+from plures.errors import PluresError
+from plures.metrics.arrays import Array, distributions, numbers, tensor
+
+
+class Selection(NamedTuple):
+    """The confidence from which on answers are given, and what is promised of them.
+
+        selection = select(confidence, right, risk=0.01)
+        answered = confidence >= selection.threshold
+
+    `bound` is what the error rate among the answered samples does not exceed, with probability 1 - delta; `answered` is
+    the fraction of the held-out samples that reach the threshold.
+    """
+
+    threshold: float
+    bound: float
+    answered: float
+
+
+def quantile(scores: Array, coverage: float) -> Tensor:
+    """Find the score that a new sample's stays at or below with at least the probability `coverage`.
+
+    >>> quantile(torch.arange(1.0, 20.0), coverage=0.9)
+    tensor(18., dtype=torch.float64)
+
+    Of n held-out scores [n] or [n, outputs] it is the k-th smallest with k = ceil((n + 1) coverage), which makes the
+    promise exact for every n (Vovk and others, 2005); the plain quantile would fall short.
+    """
+    held_out = numbers("scores", scores, rank=None).double()
+    rank = _rank(len(held_out), coverage)
+    if rank > len(held_out):
+        takes = held_out_for_coverage(coverage)
+        raise PluresError(f"coverage={coverage} takes at least {takes} held-out samples, and there are {len(held_out)}")
+    return held_out.kthvalue(rank, dim=0).values
+
+
+def held_out_for_coverage(coverage: float) -> int:
+    """Say how many held-out samples a coverage takes at least.
+
+    >>> held_out_for_coverage(0.99)
+    99
+    """
+    count = max(1, math.floor(coverage / (1 - coverage)) - 1)
+    while _rank(count, coverage) > count:
+        count += 1
+    return count
+
+
+def ambiguity_scores(probabilities: Array) -> Tensor:
+    """Score every class by how improbable it is; sets of a quantile of it are the smallest on average.
+
+    >>> ambiguity_scores(torch.tensor([[0.75, 0.25]]))
+    tensor([[0.2500, 0.7500]], dtype=torch.float64)
+
+    The least ambiguous set-valued classifiers of Sadinle, Lei and Wasserman (2019). Where the classifier is right more
+    often than the coverage asked for, the least sure samples get an empty set.
+    """
+    return 1 - distributions("probabilities", probabilities, rank=2).double()
+
+
+def adaptive_scores(probabilities: Array, penalty: float = 0.0, free: int = 1) -> Tensor:
+    """Score every class by the probability of all classes before it; sets of a quantile of it grow with the difficulty.
+
+    >>> adaptive_scores(torch.tensor([[0.25, 0.75]]), penalty=0.5)
+    tensor([[1.2500, 0.0000]], dtype=torch.float64)
+
+    The adaptive sets of Romano, Sesia and Candes (2020) without their random number: the most probable class always
+    belongs to the set. With a `penalty` every class after the first `free` ones costs that much more, which keeps sets
+    small (Angelopoulos and others, 2021).
+    """
+    number("penalty", penalty, "a number of 0 or more", above=-math.ulp(0.0))
+    whole_number("free", free)
+    values = distributions("probabilities", probabilities, rank=2).double()
+    ordered, classes = values.sort(dim=1, descending=True, stable=True)
+    before = ordered.cumsum(dim=1) - ordered
+    ranks = torch.arange(1, values.shape[1] + 1, dtype=values.dtype, device=values.device)
+    return torch.empty_like(values).scatter_(1, classes, before.clamp_min(0) + penalty * (ranks - free).clamp_min(0))
+
+
+def of_targets(scores: Tensor, targets: Array) -> Tensor:
+    """Take each held-out sample's score of the class that was true.
+
+    >>> of_targets(torch.tensor([[0.2, 0.8]]), torch.tensor([1]))
+    tensor([0.8000])
+    """
+    labels = tensor("targets", targets, rank=1).to(scores.device).long()
+    return scores.gather(1, labels[:, None]).squeeze(1)
+
+
+def risk_bound(errors: int, answered: int, delta: float) -> float:
+    """Bound an error rate from above: the truth exceeds it with probability `delta` at most.
+
+    >>> round(risk_bound(errors=0, answered=100, delta=0.05), 4)
+    0.0295
+
+    The largest rate under which so few errors or fewer would still happen with probability `delta` (Clopper and
+    Pearson, 1934).
+    """
+    number("delta", delta, "a number between 0 and 1", above=0, below=1)
+    if errors >= answered:
+        return 1.0
+    counts = torch.arange(errors + 1, dtype=torch.float64)
+    choose = math.lgamma(answered + 1) - torch.lgamma(counts + 1) - torch.lgamma(answered - counts + 1)
+    low, high = errors / answered, 1.0
+    while high - low > 1e-12:
+        rate = (low + high) / 2
+        if not low < rate < high:
+            break
+        terms = choose + counts * math.log(rate) + (answered - counts) * math.log1p(-rate)
+        low, high = (rate, high) if float(terms.logsumexp(0)) > math.log(delta) else (low, rate)
+    return high
+
+
+def select(confidence: Array, right: Array, risk: float, delta: float = 0.05) -> Selection:
+    """Find the lowest confidence threshold whose answers are wrong at most at the rate `risk`.
+
+        selection = select(confidence, right, risk=0.01)
+
+    `confidence` [samples] and `right` [samples] are of held-out samples. The promise holds with probability 1 - delta
+    over the choice of these (selection with guaranteed risk; Geifman and El-Yaniv, 2017): the thresholds are found by
+    bisection, and every one that is tried takes its share of delta.
+    """
+    number("risk", risk, "a number between 0 and 1", above=0, below=1)
+    number("delta", delta, "a number between 0 and 1", above=0, below=1)
+    sure = numbers("confidence", confidence, rank=1).detach().cpu().double()
+    order = sure.argsort(descending=True, stable=True)
+    wrong = (~tensor("right", right, rank=1).detach().cpu().bool())[order].cumsum(0)
+    ascending = sure[order].flip(0).contiguous()
+    count = len(sure)
+    share = delta / _thresholds(count)
+    # Fewer answers than these prove nothing, even when all are right: the search starts above them.
+    low, high, best, lowest = _all_right(risk, share) - 1, count + 1, None, 1.0
+    while high - low > 1:  # answering `high` samples breaks the promise
+        middle = (low + high) // 2
+        threshold = float(sure[order[middle - 1]])
+        answered = count - int(torch.searchsorted(ascending, threshold))  # equally sure samples are answered, too
+        bound = risk_bound(int(wrong[answered - 1]), answered, share)
+        lowest = min(lowest, bound)
+        if bound <= risk:
+            low, best = middle, Selection(threshold, bound, answered / count)
+        else:
+            high = middle
+    if best is None:
+        raise PluresError(_unreachable(risk, delta, count, lowest))
+    return best
+
+
+def held_out_for_risk(risk: float, delta: float = 0.05) -> int:
+    """Say how many held-out samples a risk takes at least; so few suffice where all of them are answered right.
+
+    >>> held_out_for_risk(0.01)
+    528
+    """
+    number("risk", risk, "a number between 0 and 1", above=0, below=1)
+    number("delta", delta, "a number between 0 and 1", above=0, below=1)
+    count = 1
+    while (takes := _all_right(risk, delta / _thresholds(count))) > count:
+        count = takes  # more samples mean more thresholds and a smaller share each, so no count between would do
+    return count
+
+
+def _rank(count: int, coverage: float) -> int:
+    number("coverage", coverage, "a number between 0 and 1", above=0, below=1)
+    return max(1, math.ceil((count + 1) * coverage - 1e-9))  # 0.9 * 10 is 9, whatever floating point makes of it
+
+
+def _all_right(risk: float, delta: float) -> int:
+    """Say how many answers, all of them right, bound the error rate by `risk`: (1 - risk) ** answers <= delta."""
+    return max(1, math.ceil(math.log(delta) / math.log1p(-risk) - 1e-9))
+
+
+def _thresholds(count: int) -> int:
+    """Say how many thresholds a bisection between 0 and count + 1 tries at most."""
+    return math.ceil(math.log2(count + 1))
+
+
+def _unreachable(risk: float, delta: float, count: int, lowest: float) -> str:
+    takes = held_out_for_risk(risk, delta)
+    if count < takes:
+        return f"risk={risk} with delta={delta} takes at least {takes} held-out samples, and there are {count}"
+    return (
+        f"risk={risk} with delta={delta} cannot be promised: even the most confident of the {count} held-out samples "
+        f"are wrong too often, and the lowest bound is {lowest:.3g}; ask for a higher risk or calibrate on more samples"
+    )
