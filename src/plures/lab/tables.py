@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -110,15 +111,36 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Show what corruptions cost.
+    """Show what corruptions cost: the accuracy at each severity, and over all of them NLL and ECE.
 
     show(shift_table(evaluate_shift(ensemble, data)))
     """
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(row["corruption"], []).append(row)
+    severities = sorted({row["severity"] for row in rows})
     lines = [
-        [row["corruption"], f"{row['strength']:g}", percent(row["accuracy"]), figure(row["nll"]), figure(row["ece"], 4)]
-        for row in rows
+        [
+            name,
+            *(percent(one["accuracy"]) for one in sorted(found, key=lambda one: one["severity"])),
+            figure(fmean(one["nll"] for one in found)),
+            figure(fmean(one["ece"] for one in found), 4),
+        ]
+        for name, found in [*kinds.items(), ("all", _means(kinds, severities))]
     ]
-    return table("under shift", ["corruption", "strength", "accuracy", "NLL", "ECE"], lines, words=["corruption"])
+    columns = ["corruption", *(f"severity {one}" for one in severities), "NLL", "ECE"]
+    return table("accuracy under shift", columns, lines, words=["corruption"])
+
+
+def _means(kinds: Mapping[str, Sequence[Mapping[str, Any]]], severities: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Average all kinds of corruption at each severity."""
+    by_severity = {
+        one: [row for found in kinds.values() for row in found if row["severity"] == one] for one in severities
+    }
+    return [
+        {"severity": one} | {name: fmean(row[name] for row in found) for name in ("accuracy", "nll", "ece")}
+        for one, found in by_severity.items()
+    ]
 
 
 def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:

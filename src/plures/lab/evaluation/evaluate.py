@@ -60,15 +60,15 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def evaluate_shift(ensemble: Ensemble, data: Data) -> list[dict[str, Any]]:
-    """Measure on test images spoiled by noise, blur and lost contrast, weak to strong.
+    """Measure on test images spoiled by noise, blur, weather and files, weak to strong.
 
-    [row["accuracy"] for row in evaluate_shift(ensemble, data) if row["corruption"] == "blur"]
+    [row["accuracy"] for row in evaluate_shift(ensemble, data) if row["corruption"] == "fog"]
     """
     rows = []
     for corruption in CORRUPTIONS:
         found = scores(*predictions(ensemble, data.test, spoil=corruption))
         rows.append(
-            {"corruption": corruption.name, "strength": corruption.strength}
+            {"corruption": corruption.name, "severity": corruption.severity}
             | {name: found[name] for name in ("accuracy", "nll", "ece")}
         )
     return rows

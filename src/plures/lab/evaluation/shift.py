@@ -1,79 +1,310 @@
-"""Spoil images the way a worse camera would: what `plures evaluate --shift` measures on."""
+"""Spoil images as bad cameras, weather and files do: what `plures evaluate --shift` measures on.
 
+The common corruptions of Hendrycks and Dietterich (2019), with the constants that they published for images of 32 x 32
+(CIFAR-10-C: ImageNet-C/create_c/make_cifar_c.py of their repository). Here are those that need neither photographs of
+frost nor a random walk through the image. Lengths grow with the image, so that larger images lose the same detail.
+"""
+
+import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from plures.seeding import generator
 
-BLUR_AT = 32  # blur is given in pixels of an image with so many per side; larger ones lose the same detail
+SIDE = 32  # lengths are pixels of images with so many per side
+SEVERITIES = (1, 2, 3, 4, 5)
+
+Streams = list[torch.Generator]
+"""The random numbers of each image."""
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """One way to spoil an image, at one strength.
+    """One way to spoil an image, at one of five severities.
 
-        spoiled = Corruption("blur", 1.0, blur)(images)  # uint8 in, uint8 out
+        spoiled = Corruption("fog", severity=3)(images)  # uint8 in, uint8 out
 
-    The result depends on the images and their row numbers alone, never on the batch in which they come.
+    The result depends on the images and their row numbers alone, never on the batch in which they come. The random
+    numbers of a row are the same at every severity, so that severities differ in nothing else.
     """
 
     name: str
-    strength: float
-    spoil: Callable[[Tensor, float, int], Tensor]
+    severity: int
 
     def __call__(self, images: Tensor, first_row: int = 0) -> Tensor:
         """Spoil uint8 images [batch, height, width, channels], which are `first_row` and following of their split."""
-        return self.spoil(images.float(), self.strength, first_row).round_().clamp_(0, 255).to(torch.uint8)
+        spoil, constants = KINDS[self.name]
+        streams = [generator(0, "corruption", self.name, first_row + place) for place in range(len(images))]
+        spoiled = spoil(images, constants[self.severity - 1], streams)
+        # Cut off, not rounded, as they were published; what misses a whole number by rounding alone is that number.
+        return (spoiled + 1e-6).clamp_(0, 255).to(torch.uint8)
 
 
-def gaussian_noise(images: Tensor, strength: float, first_row: int) -> Tensor:
-    """Add normal random numbers; `strength` is their standard deviation, where white is 1.
+def gaussian_noise(images: Tensor, deviation: float, streams: Streams) -> Tensor:
+    """Add normal random numbers, as a sensor in the dark does.
 
-    gaussian_noise(images, 0.08, first_row=0)
+    gaussian_noise(images, 0.08, streams)
     """
-    noise = [
-        torch.randn(image.shape, generator=generator(0, "gaussian noise", first_row + place))
-        for place, image in enumerate(images)
-    ]
-    return images + 255 * strength * torch.stack(noise)
+    noise = [torch.randn(images.shape[1:], generator=stream, dtype=torch.float64) for stream in streams]
+    return 255 * (images.double() / 255 + deviation * torch.stack(noise)).clamp(0, 1)
 
 
-def blur(images: Tensor, strength: float, first_row: int) -> Tensor:
-    """Blur with a Gaussian of `strength` pixels, in images of more than 32 x 32 accordingly more.
+def shot_noise(images: Tensor, photons: float, streams: Streams) -> Tensor:
+    """Count so many photons per white pixel: the noise of light itself, a Poisson number.
 
-    blur(images, 1.0, first_row=0)
+    shot_noise(images, 100, streams)
     """
+    expected = images.double() / 255 * photons
+    counted = [torch.poisson(one, generator=stream) for one, stream in zip(expected, streams, strict=True)]
+    return 255 * (torch.stack(counted) / photons).clamp(0, 1)
+
+
+def impulse_noise(images: Tensor, amount: float, streams: Streams) -> Tensor:
+    """Turn a part of the values black or white, as bit errors do.
+
+    impulse_noise(images, 0.05, streams)
+    """
+    hit, white = _uniform(streams, 2 * images[0].numel()).view(len(images), 2, *images.shape[1:]).unbind(1)
+    return torch.where(hit <= amount, torch.where(white <= 0.5, 255.0, 0.0), images.double())
+
+
+def defocus_blur(images: Tensor, disk: tuple[float, float], streams: Streams) -> Tensor:
+    """Blur with a disk, softened at its edge, as a lens out of focus does; radius and softness are in pixels.
+
+    defocus_blur(images, (1.0, 0.2), streams)
+    """
+    radius, softness = (_grown(images) * length for length in disk)
+    reach = math.ceil(radius) + 1
+    places = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    inside = (places[:, None] ** 2 + places**2 <= radius**2).double()
+    soft = torch.exp(-0.5 * (torch.arange(-1, 2, dtype=torch.float64) / softness).square())
+    soft /= soft.sum()
+    kernel = F.conv2d((inside / inside.sum())[None, None], torch.outer(soft, soft)[None, None], padding=1)
     batch, height, width, channels = images.shape
-    sigma = strength * max(1, min(height, width) / BLUR_AT)
-    reach = min(max(1, round(3 * sigma)), min(height, width) - 1)  # reflection cannot reach over the whole image
-    weights = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma).square())
-    weights /= weights.sum()
-    planes = images.permute(0, 3, 1, 2).reshape(batch * channels, 1, height, width)
-    planes = F.pad(planes, (reach, reach, reach, reach), mode="reflect")
-    planes = F.conv2d(F.conv2d(planes, weights.view(1, 1, -1, 1)), weights.view(1, 1, 1, -1))
-    return planes.view(batch, channels, height, width).permute(0, 2, 3, 1)
+    rows, columns = (_mirrored(torch.arange(-reach, side + reach), side) for side in (height, width))
+    around = images.double()[:, rows][:, :, columns].permute(0, 3, 1, 2).flatten(0, 1)[:, None]
+    return F.conv2d(around, kernel).view(batch, channels, height, width).permute(0, 2, 3, 1)
 
 
-def contrast(images: Tensor, strength: float, first_row: int) -> Tensor:
-    """Move every pixel towards the mean colour of its image, the fraction `strength` of the way.
+def motion_blur(images: Tensor, trail: tuple[float, float], streams: Streams) -> Tensor:
+    """Draw every pixel out along a line of random angle, as a camera that moves does; radius and deviation in pixels.
 
-    contrast(images, 0.6, first_row=0)
+        motion_blur(images, (6, 1.5), streams)
+
+    The weights and places are those of ImageMagick's MotionBlurImage, which the published images were made with.
     """
-    mean = images.mean(dim=(1, 2), keepdim=True)
-    return mean + (images - mean) * (1 - strength)
+    radius, deviation = (_grown(images) * length for length in trail)
+    steps = torch.arange(2 * math.ceil(radius) + 1, dtype=torch.float64)
+    weights = torch.exp(-0.5 * (steps / deviation).square())
+    angle = torch.deg2rad(90 * _uniform(streams, 1) - 45)
+    down, right = ((steps * part(angle) - 0.5).ceil().long() for part in (torch.sin, torch.cos))
+    height, width = images.shape[1:3]
+    batch = torch.arange(len(images))[:, None, None]
+    result = torch.zeros(images.shape, dtype=torch.float64)
+    for step, weight in enumerate(weights / weights.sum()):
+        rows = (torch.arange(height) + down[:, step, None]).clamp(0, height - 1)
+        columns = (torch.arange(width) + right[:, step, None]).clamp(0, width - 1)
+        result += weight * images[batch, rows[:, :, None], columns[:, None, :]]
+    return result.round()
 
 
-# Strengths from hardly visible to hard for a person.
-CORRUPTIONS = [
-    Corruption(name, strength, spoil)
-    for name, spoil, strengths in (
-        ("gaussian noise", gaussian_noise, (0.04, 0.08, 0.16)),
-        ("blur", blur, (0.5, 1.0, 2.0)),
-        ("contrast", contrast, (0.4, 0.6, 0.8)),
-    )
-    for strength in strengths
-]
+def brightness(images: Tensor, amount: float, streams: Streams) -> Tensor:
+    """Add to the value of every pixel's colour (hue, saturation, value), as too long an exposure does.
+
+    brightness(images, 0.15, streams)
+    """
+    white = images.double() / 255
+    value = white.amax(dim=-1, keepdim=True)
+    brighter = (value + amount).clamp(0, 1)
+    # Hue and saturation stay, so all channels grow by the same factor; black has neither and turns grey.
+    return 255 * torch.where(value > 0, white * brighter / value.clamp_min(1e-9), brighter)
+
+
+def contrast(images: Tensor, kept: float, streams: Streams) -> Tensor:
+    """Move every pixel towards the mean colour of its image; the fraction `kept` of the distance stays.
+
+    contrast(images, 0.4, streams)
+    """
+    white = images.double() / 255
+    mean = white.mean(dim=(1, 2), keepdim=True)
+    return 255 * ((white - mean) * kept + mean).clamp(0, 1)
+
+
+def fog(images: Tensor, cloud: tuple[float, float], streams: Streams) -> Tensor:
+    """Add a cloudy fractal and keep the range; the constants are its thickness and how fast fine detail fades.
+
+    fog(images, (0.75, 2.5), streams)
+    """
+    thickness, fading = cloud
+    height, width = images.shape[1:3]
+    side = 2 ** math.ceil(math.log2(max(height, width, 2)))
+    clouds = fractal(_uniform(streams, side * side), fading)[:, :height, :width, None]
+    white = images.double() / 255
+    brightest = white.amax(dim=(1, 2, 3), keepdim=True)
+    return 255 * ((white + thickness * clouds) * brightest / (brightest + thickness)).clamp(0, 1)
+
+
+def pixelate(images: Tensor, kept: float, streams: Streams) -> Tensor:
+    """Make the image smaller and larger again: the fraction `kept` of the pixels per side stays.
+
+    pixelate(images, 0.75, streams)
+    """
+
+    def spoil(image: Image.Image) -> Image.Image:
+        small = max(1, int(image.width * kept)), max(1, int(image.height * kept))
+        return image.resize(small, Image.Resampling.BOX).resize(image.size, Image.Resampling.BOX)
+
+    return _each(images, spoil)
+
+
+def jpeg(images: Tensor, quality: int, streams: Streams) -> Tensor:
+    """Store the image as JPEG of a quality and read it again.
+
+    jpeg(images, 58, streams)
+    """
+
+    def spoil(image: Image.Image) -> Image.Image:
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=quality)
+        return Image.open(file)
+
+    return _each(images, spoil)
+
+
+def elastic(images: Tensor, stretch: tuple[float, float, float], streams: Streams) -> Tensor:
+    """Pull three points of the image apart and shake it locally; all constants are parts of the side.
+
+        elastic(images, (0.08, 0.06, 0.06), streams)
+
+    They are how far pixels move, over which distance neighbours move alike, and how far the three points may move.
+    """
+    height, width = images.shape[1:3]
+    side = min(height, width)
+    reach, alike, apart = (side * part for part in stretch)
+    numbers = 2 * _uniform(streams, 6 + 2 * height * width) - 1
+    third, middle = side // 3, torch.tensor([height // 2, width // 2], dtype=torch.float64)
+    corners = middle + third * torch.tensor([[1, 1], [1, -1], [-1, -1]], dtype=torch.float64)
+    ones = torch.ones(len(images), 3, 1, dtype=torch.float64)
+    # Where each pixel of the result comes from: the map that takes the moved points back to the corners.
+    back = torch.linalg.solve(torch.cat([corners + apart * numbers[:, :6].reshape(-1, 3, 2), ones], dim=2), corners)
+    rows, columns = torch.meshgrid(*(torch.arange(one, dtype=torch.float64) for one in (height, width)), indexing="ij")
+    places = torch.stack([columns, rows, torch.ones_like(rows)], dim=-1).view(-1, 3) @ back
+    x, y = places.view(len(images), height, width, 2).unbind(-1)
+    pulled = _between_pixels(images.double(), y, x, _mirrored)
+    moves = reach * numbers[:, 6:].reshape(2 * len(images), height, width)
+    moves = _smoothing(height, alike) @ moves @ _smoothing(width, alike).T
+    dx, dy = moves.view(len(images), 2, height, width).unbind(1)
+    return _between_pixels(pulled, rows + dy, columns + dx, _repeated)
+
+
+def fractal(random: Tensor, fading: float) -> Tensor:
+    """Grow a cloudy height map by the diamond-square rule, from random numbers [batch, side * side].
+
+        clouds = fractal(torch.rand(8, 32 * 32), fading=2.0)  # [8, 32, 32], between 0 and 1
+
+    Every round halves the distance between known points and sets the points between to the mean of their four
+    neighbours plus a random number that fades; opposite edges are neighbours.
+    """
+    side = math.isqrt(random.shape[1])
+    field = torch.zeros(len(random), side, side, dtype=random.dtype)
+    used, step, wobble = 0, side, 100.0
+
+    def set_to_mean(points: Tensor, four: Tensor) -> None:
+        nonlocal used
+        count = points[0].numel()
+        shaken = wobble * wobble * (2 * random[:, used : used + count].view(points.shape) - 1)
+        used += count
+        points.copy_(four / 4 + shaken)
+
+    while step >= 2:
+        half = step // 2
+        corners, centres = field[:, ::step, ::step], field[:, half::step, half::step]
+        sides = corners + corners.roll(-1, 1)
+        set_to_mean(centres, sides + sides.roll(-1, 2))
+        set_to_mean(field[:, ::step, half::step], centres + centres.roll(1, 1) + corners + corners.roll(-1, 2))
+        set_to_mean(field[:, half::step, ::step], centres + centres.roll(1, 2) + corners + corners.roll(-1, 1))
+        step, wobble = half, wobble / fading
+    field -= field.amin(dim=(1, 2), keepdim=True)
+    return field / field.amax(dim=(1, 2), keepdim=True)
+
+
+def _uniform(streams: Streams, count: int) -> Tensor:
+    """Draw random numbers between 0 and 1 for each image, [batch, count]."""
+    return torch.stack([torch.rand(count, generator=stream, dtype=torch.float64) for stream in streams])
+
+
+def _each(images: Tensor, spoil: Callable[[Image.Image], Image.Image]) -> Tensor:
+    grey = images.shape[-1] == 1
+    pictures = [Image.fromarray((image[..., 0] if grey else image).numpy()) for image in images]
+    spoiled = np.stack([np.asarray(spoil(picture)) for picture in pictures])
+    return torch.from_numpy(spoiled).double().view(images.shape)
+
+
+def _between_pixels(images: Tensor, y: Tensor, x: Tensor, at_border: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Read images at places between pixels, [batch, height, width]: the mean of four, weighted by how near they are."""
+    height, width = images.shape[1:3]
+    top, left = y.floor(), x.floor()
+    low, right = (y - top)[..., None], (x - left)[..., None]
+    batch = torch.arange(len(images))[:, None, None]
+
+    def pixels(down: int, aside: int) -> Tensor:
+        return images[batch, at_border(top.long() + down, height), at_border(left.long() + aside, width)]
+
+    upper = pixels(0, 0) * (1 - right) + pixels(0, 1) * right
+    lower = pixels(1, 0) * (1 - right) + pixels(1, 1) * right
+    return upper * (1 - low) + lower * low
+
+
+def _mirrored(places: Tensor, side: int) -> Tensor:
+    """Continue an image over its border, the border pixel once: c b | a b c | b a."""
+    period = max(1, 2 * (side - 1))
+    return side - 1 - (places.remainder(period) - (side - 1)).abs()
+
+
+def _repeated(places: Tensor, side: int) -> Tensor:
+    """Continue an image over its border, the border pixel twice: b a | a b c | c b."""
+    inside = places.remainder(2 * side)
+    return torch.minimum(inside, 2 * side - 1 - inside)
+
+
+def _smoothing(side: int, deviation: float) -> Tensor:
+    """Make the matrix that smooths a column of pixels with a Gaussian, cut off at three deviations."""
+    if deviation == 0:
+        return torch.eye(side, dtype=torch.float64)
+    reach = int(3 * deviation + 0.5)
+    steps = torch.arange(-reach, reach + 1)
+    weights = torch.exp(-0.5 * (steps.double() / deviation).square())
+    places = _repeated(torch.arange(side)[:, None] + steps, side)
+    matrix = torch.zeros(side, side, dtype=torch.float64)
+    return matrix.scatter_add_(1, places, (weights / weights.sum()).expand(side, -1))
+
+
+def _grown(images: Tensor) -> float:
+    return max(1.0, min(images.shape[1:3]) / SIDE)
+
+
+# Each kind with its constants for the severities 1 to 5, in the order of the paper: noise, blur, weather, digital.
+KINDS: dict[str, tuple[Callable[..., Tensor], tuple[object, ...]]] = {
+    "gaussian noise": (gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10)),
+    "shot noise": (shot_noise, (500, 250, 100, 75, 50)),
+    "impulse noise": (impulse_noise, (0.01, 0.02, 0.03, 0.05, 0.07)),
+    "defocus blur": (defocus_blur, ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))),
+    "motion blur": (motion_blur, ((6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5))),
+    "fog": (fog, ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))),
+    "brightness": (brightness, (0.05, 0.10, 0.15, 0.20, 0.30)),
+    "contrast": (contrast, (0.75, 0.50, 0.40, 0.30, 0.15)),
+    "elastic": (
+        elastic,
+        ((0.0, 0.0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+    ),
+    "pixelate": (pixelate, (0.95, 0.90, 0.85, 0.75, 0.65)),
+    "jpeg": (jpeg, (80, 65, 58, 50, 40)),
+}
+CORRUPTIONS = [Corruption(name, severity) for name in KINDS for severity in SEVERITIES]
