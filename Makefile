@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # One thread per test process: two processes beat two threads on small tensors.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types bench docs digits clean
+.PHONY: demo test lint types bench docs docs-site digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/python -m plures.lab.demo
@@ -26,6 +26,9 @@ bench: $(READY)  ## ratios measured side by side in one run
 
 docs: $(READY)  ## copy the tables of docs/results into docs/results.md
 	$(BIN)/python docs/make/tables.py
+
+docs-site: $(READY)  ## build the site, and take every warning for an error: build/site/index.html
+	$(BIN)/python -m sphinx -q -E -W --keep-going -d build/site-cache docs build/site
 
 digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/plures reproduce table1 --scale digits --seeds 3 --out docs/results

@@ -1,9 +1,49 @@
-"""The pages in docs/ say what the commands found."""
+"""The site builds, has every public name and command, and says what the commands found."""
 
+import inspect
 import re
+import subprocess
+import sys
+import zlib
 from pathlib import Path
 
+import commands
+import plures
+
 ROOT = Path(__file__).parent.parent
+
+
+def test_the_site_builds_strictly_and_has_every_public_name(tmp_path) -> None:
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", tmp_path / "cache"]
+    done = subprocess.run([*build, ROOT / "docs", tmp_path / "site"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    inventory = (tmp_path / "site/objects.inv").read_bytes().split(b"\n", 4)[4]
+    known = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    assert public_names() <= known, f"not in the reference: {sorted(public_names() - known)}"
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert not loaded, f"{page.name} cannot be read without a network: it loads {loaded}"
+
+
+def public_names() -> set[str]:
+    """Every name of the library, and what its classes define; Ensemble and Engine stand for what they inherit, too."""
+    names = {f"plures.{name}" for name in plures.__all__ if name != "__version__"} | {"plures.fit"}
+    for one in [value for name in plures.__all__ if inspect.isclass(value := getattr(plures, name))]:
+        bases = one.__mro__ if one in (plures.Ensemble, plures.Engine) else (one,)
+        members = {name for base in bases if base.__module__.startswith("plures") for name in vars(base)}
+        documented = {name for name in members if inspect.getdoc(getattr(one, name, None))}
+        names |= {f"plures.{one.__name__}.{name}" for name in documented if not name.startswith("_")}
+    return names | {f"plures.metrics.{name}" for name in plures.metrics.__all__}
+
+
+def test_the_page_of_the_commands_has_every_option() -> None:
+    page = commands.commands()
+    names = re.findall(r"^## plures (\S+)$", page, re.MULTILINE)
+    assert {"train", "evaluate", "predict", "compare", "reproduce", "report", "recipes", "bench"} <= set(names)
+    for name, section in zip(names, page.split("\n## ")[1:], strict=True):
+        options = set(re.findall(r"│ (--[\w.-]+)", commands.help_of(name)))
+        rows = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
+        assert options <= {row.split()[0].rstrip(",") for row in rows}, name
 
 
 def test_the_tables_of_the_results_are_those_that_were_made() -> None:
@@ -15,6 +55,6 @@ def test_the_tables_of_the_results_are_those_that_were_made() -> None:
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

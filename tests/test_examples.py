@@ -1,10 +1,18 @@
 """The examples in docstrings: doctests run by themselves (see pyproject.toml), the others are held here."""
 
 import ast
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
-from examples import Block, as_markdown, blocks, examples
+import torch
+
+import plures
+from examples import Block, as_restructured_text, blocks, examples
+from plures import metrics
+from plures.methods import METHODS
+from reader import Network, at_hand
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src/plures").rglob("*.py"))
@@ -43,4 +51,53 @@ def test_examples_are_found_as_they_are_written() -> None:
     assert blocks(flat) == [Block("text", "Add one."), Block("code", "add_one(1)")]
     assert blocks(indented)[1:] == [Block("code", "add_one(1)\n\nadd_one(2)"), Block("text", "One is added.")]
     assert blocks(doctest)[1] == Block("doctest", ">>> add_one(1)\n2")
-    assert as_markdown(doctest) == "Add one.\n\n```pycon\n>>> add_one(1)\n2\n```\n\nOne is added."
+    assert as_restructured_text(doctest).split("\n\n")[1:3] == [".. code-block:: pycon", "   >>> add_one(1)\n   2"]
+
+
+def public() -> dict[str, Any]:
+    """Every public class and function, with the methods that the classes define."""
+    top = {name: getattr(plures, name) for name in [*plures.__all__, "fit"] if name not in ("__version__", "metrics")}
+    top |= {name: getattr(metrics, name) for name in metrics.__all__}
+    top = {name: value for name, value in top.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    methods = {
+        f"{name}.{method}": function
+        for name, value in top.items()
+        if inspect.isclass(value)
+        for method, function in inspect.getmembers(value, inspect.isroutine)
+        if str(getattr(function, "__module__", "")).startswith("plures")
+    }
+    return {name: value for name, value in {**top, **methods}.items() if not name.split(".")[-1].startswith("_")}
+
+
+@pytest.mark.parametrize("name", [name for name in public() if "." not in name])
+def test_every_public_name_has_a_summary_and_then_an_example(name) -> None:
+    summary, *others = blocks(inspect.getdoc(public()[name]) or "")
+    assert summary.kind == "text", f"the docstring of {name} does not start with a summary"
+    assert "\n" not in summary.text, f"the summary of {name} is longer than a line"
+    assert others, f"the docstring of {name} has no example"
+    assert others[0].kind != "text", f"the docstring of {name} does not go on with an example"
+
+
+def at_hand_for(name: str) -> dict[str, Any]:
+    names = {**vars(metrics), **at_hand(), **{name: getattr(plures, name) for name in plures.__all__}}
+    if name.split(".")[0] in METHODS:  # its own methods are shown with an ensemble of its own
+        names["ensemble"] = names[name.split(".")[0]](names["network"])
+        for _ in names["ensemble"].stages():
+            pass
+    probabilities = torch.rand(16, 10).softmax(-1)
+    names |= {"probabilities": probabilities, "targets": names["labels"], "test_probabilities": probabilities}
+    names |= {"members": probabilities[None], "inside_scores": torch.rand(9), "outside_scores": torch.rand(9)}
+    names |= {"plot": lambda *lines: None, "resnet18": lambda num_classes: Network()}
+    layer = torch.nn.Linear(100, 20)
+    return {**names, "layer": layer, "weight": layer.weight.detach(), "free": torch.ones(20, 100, dtype=torch.bool)}
+
+
+# Those of fit take data and minutes: the guide shows them, and its test runs them.
+SHOWN = [name for name, value in public().items() if any(examples(inspect.getdoc(value) or "")) and name != "fit"]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_public_example_runs(name, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = examples(inspect.getdoc(public()[name]) or "")
+    exec(compile(example, name, "exec"), at_hand_for(name))

@@ -22,7 +22,7 @@ class Masksembles(ManyInOne):
     """Give each member a fixed mask of the channels that it uses at each layer.
 
         ensemble = plures.Masksembles(network, members=5, scale=2.0)
-        ensemble = plures.Masksembles(network, layers=["layer4.0.conv2", "fc"])
+        ensemble = plures.Masksembles(network, layers=["head.hidden", "head.fc"])
 
     `scale` says how much the masks differ: 1 makes them all the same, 6 leaves hardly any overlap, and the more they
     differ the fewer channels each of them has. The input of every Linear and convolution but the first is masked, the

@@ -26,7 +26,7 @@ class MCDropout(OneStage):
     """Predict with dropout on, several times; each pass is a member.
 
         ensemble = plures.MCDropout(network, rate=0.1, passes=30)
-        ensemble = plures.MCDropout(network, sites=["layer3.0.conv2", "fc"])
+        ensemble = plures.MCDropout(network, sites=["head.hidden", "head.fc"])
 
     Dropout acts at the network's own dropout layers; where it has none, on the input of the last convolution of each
     residual block; where it has no such blocks, on the input of every layer but the first; or at `sites`: dropout

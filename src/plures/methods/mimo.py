@@ -20,7 +20,7 @@ class MIMO(ManyInOne):
     """Train one network on several images at once, stacked on the channel axis; each slot has its own head.
 
         ensemble = plures.MIMO(network, members=2, batch_repetition=4)
-        ensemble = plures.MIMO(network, members=3, first="stem.conv", last="fc")
+        ensemble = plures.MIMO(network, members=3, first="stem", last="head.fc")
 
     Only the `first` layer (`members` times the inputs) and the `last` one (`members` times the classes) differ from the
     given network; by default these are its first layer and its last Linear. In training each slot gets its own shuffle

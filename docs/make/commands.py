@@ -1,0 +1,70 @@
+"""The reference of the commands, made from their own help."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from os import environ
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+WIDE = 400  # columns in which no line of help is broken
+
+
+def commands() -> str:
+    """Write the reference of all commands.
+
+    print(commands())
+    """
+    overview = help_of()
+    names = re.findall(r"[\w-]+", re.search(r"\{([^}]+)\}", overview)[1])  # type: ignore[index]
+    parts = [*_about(overview), *(_section(name, help_of(name)) for name in names)]
+    return "\n\n".join(parts)
+
+
+def help_of(*command: str) -> str:
+    """Ask a command for its help, in lines so long that none is broken.
+
+    help_of("train")
+    """
+    call = [sys.executable, "-m", "plures", *command, "--help"]
+    environment = {**environ, "COLUMNS": str(WIDE), "NO_COLOR": "1", "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def options(text: str) -> Iterator[tuple[str, str]]:
+    """Read arguments and what they mean from the boxes of a help text."""
+    name, meaning = "", ""
+    for line in text.splitlines():
+        inside = re.fullmatch(r"│ (.*?)\s*│", line.strip())
+        found = inside and re.fullmatch(r"(-\S.*?|[A-Z][A-Z.| \[\]]*?)(?:\s{2,}(.*))?", inside[1])
+        if found:
+            if name:
+                yield name, meaning
+            name, meaning = found[1], found[2] or ""
+        elif inside and name and inside[1].startswith("  "):
+            meaning = f"{meaning} {inside[1].strip()}".strip()
+    if name:
+        yield name, meaning
+
+
+def _section(name: str, text: str) -> str:
+    rows = [f"| `{_cell(one)}` | {_cell(meaning)} |" for one, meaning in options(text) if "--help" not in one]
+    table = "\n".join(["| argument | meaning |", "|---|---|", *rows])
+    return "\n\n".join([f"## plures {name}", *_about(text), table])
+
+
+def _about(text: str) -> list[str]:
+    """Give what stands between usage and boxes: text, with the lines of examples as code."""
+    before = re.split(r"^╭", text, maxsplit=1, flags=re.MULTILINE)[0]
+    paragraphs = [part for part in before.strip().split("\n\n") if not part.startswith("usage:")]
+    return [_fenced(part) if re.search(r"\n  ", part) else part for part in paragraphs]
+
+
+def _fenced(paragraph: str) -> str:
+    title, *lines = paragraph.splitlines()
+    return "\n".join([title, "", "```text", *(line.removeprefix("  ") for line in lines), "```"])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

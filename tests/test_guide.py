@@ -1,0 +1,70 @@
+"""The code that the README and the guide show runs; the commands that they show exist."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from plures.lab import recipes
+from plures.lab.cli.main import parse
+from reader import at_hand
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("guide/*.md"))]
+PAGES += ["docs/engines.md", "docs/method.md", "CONTRIBUTING.md"]
+
+
+def code(page: str, language: str) -> str:
+    """Join the blocks of a page, each at its own line, so that an error names the line of the page."""
+    text = (ROOT / page).read_text()
+    kept = [""] * (text.count("\n") + 1)
+    for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        first = text[: found.start(1)].count("\n")
+        for offset, line in enumerate(found[1].splitlines()):
+            kept[first + offset] = line
+    return "\n".join(kept)
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return at_hand()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code(page, "python").strip()])
+def test_the_code_runs(page, names, monkeypatch) -> None:
+    if page == "README.md":
+        images, labels = torch.randn(16, 64), torch.arange(16) % 10
+        names = {"loader": [(images, labels)] * 2}
+    if "pretrained" in page:
+        transformers = pytest.importorskip("transformers")
+        shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        small = transformers.ViTConfig(**shape, image_size=8, patch_size=4, num_labels=10)
+        made = transformers.ViTForImageClassification(small)
+        monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", lambda *a, **k: made)
+    short = dataclasses.replace(recipes.get_recipe("digits"), epochs=recipes.Epochs(1, 1, 1, 1), limit=200)
+    monkeypatch.setitem(recipes.RECIPES, "digits", short)
+    exec(compile(code(page, "python"), page, "exec"), names)
+    if page == "README.md":
+        assert names["prediction"].members.shape == (5, 16, 10)
+        assert names["ensemble"].predict(images).probabilities.equal(names["prediction"].probabilities)
+
+
+def commands(page: str) -> list[list[str]]:
+    return [words for line in code(page, "bash").splitlines() if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_the_commands_exist(page) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for words in commands(page):
+        if words[0] == "make":
+            assert set(words[1:]) <= set(targets), words
+        elif words[:2] == ["pip", "install"]:
+            assert set(re.findall(r"\w+", words[2])) <= set(extras), words
+        else:
+            parse(words[words.index("plures") + 1 :])
