@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from plures import PluresError
+from plures.errors import visible
 from plures.lab import demo, recipes
 from plures.lab.cli.main import main
 from plures.lab.methods import METHOD_NAMES, kebab, method_class, method_options
@@ -307,22 +308,29 @@ def test_predictions_as_json_agree_with_the_table(
 
 
 def test_bad_pictures_are_named_and_the_others_predicted(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "text.png").write_text("not a picture")
     (tmp_path / "empty").mkdir()
     Image.new("RGB", (8, 8), "red").save(tmp_path / "colour.png")
     digit(tmp_path / "large.png", size=20)
     digit(tmp_path / "good.png")
-    names = ["text.png", "missing.png", "colour.png", "large.png", "empty", "good.png"]
+    Image.new("L", (10_000, 10_000)).save(tmp_path / "huge.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    bad = ["text.png", "missing.png", "empty", "huge.png", "pipe.png", "x" * 5000, "\udcff\n.png", "/dev/zero"]
+    names = [*bad, "colour.png", "large.png", "good.png"]
     assert main(["predict", str(run), *(str(tmp_path / name) for name in names), "--json"]) == 2
     answer = capsys.readouterr()
     found = json.loads(answer.out)
-    assert [Path(one["file"]).name for one in found["predictions"]] == ["good.png"]
-    assert sorted(Path(one["file"]).name for one in found["failed"]) == sorted(names[:-1])
-    for name in names[:-1]:
-        assert str(tmp_path / name) in answer.err
-    assert "20 x 20" in answer.err
+    assert [Path(one["file"]).name for one in found["predictions"]] == ["colour.png", "large.png", "good.png"]
+    assert [one["file"] for one in found["failed"]] == [visible(str(tmp_path / name)) for name in bad]
+    assert [line.removeprefix("plures: ") for line in answer.err.splitlines()] == [
+        one["error"] for one in found["failed"]
+    ]
+    assert all(one["file"] in one["error"] for one in found["failed"])
+    assert "huge.png is too large: pictures of at most 89,478,485 pixels" in answer.err
+    assert "colour.png was converted to grey" in caplog.text
+    assert "large.png was brought from 20 x 20 to 8 x 8 pixels" in caplog.text
 
 
 def test_pictures_are_prepared_as_the_training_images(

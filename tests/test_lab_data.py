@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 
 from plures.errors import PluresError
-from plures.lab.data import Augment, DataInfo, batches, open_data, read_image, steps
+from plures.lab.data import Augment, DataInfo, batches, cache_folder, open_data, read_image, steps
 from plures.lab.data import sources as sources_module
 
 
@@ -107,7 +108,7 @@ def test_paths_to_folders_and_files_are_names_too(bugs):
     only_test = open_data(str(bugs / "bugs" / "test.parquet"))
     assert (len(only_test.train), len(only_test.test)) == (0, 10)
     only_train = open_data(str(bugs / "bugs" / "train.parquet"), validation=0)
-    assert (len(only_train.train), len(only_train.test)) == (40, 0)
+    assert (len(only_train.train), len(only_train.test)) == (32, 8)  # a fifth is held out
 
 
 def test_built_in_name_is_not_a_folder_that_happens_to_be_here():
@@ -125,6 +126,7 @@ def test_sharded_parquet_in_a_subfolder_of_a_clone(tmp_path):
     pictures = random_pictures(6, 4, 4)
     write_parquet(home / "train-00000-of-00002.parquet", pictures[:3], [0, 1, 0])
     write_parquet(home / "train-00001-of-00002.parquet", pictures[3:], [1, 1, 1])
+    write_parquet(home / "test-00000-of-00001.parquet", pictures, [1] * 6)
     write_parquet(home / "extra-00000-of-00001.parquet", pictures, [0] * 6)
     data = open_data(str(tmp_path / "clone"), validation=0)
     assert data.train.labels.tolist() == [0, 1, 0, 1, 1, 1]
@@ -135,15 +137,16 @@ def test_columns_of_cifar100_the_fine_label_counts(tmp_path):
     file = tmp_path / "c" / "train.parquet"
     pictures = random_pictures(3, 4, 4, 3)
     write_parquet(file, pictures, [2, 0, 1], names, image="img", label="fine_label", coarse_label=[0, 0, 0])
-    data = open_data(str(tmp_path / "c"), validation=0)
-    assert data.train.labels.tolist() == [2, 0, 1]
+    file.rename(file.with_name("test.parquet"))
+    data = open_data(str(tmp_path / "c"))
+    assert data.test.labels.tolist() == [2, 0, 1]
     assert data.classes == list(names)
 
 
 def test_labels_without_names(tmp_path):
-    write_parquet(tmp_path / "words" / "train.parquet", random_pictures(3, 4, 4), ["dog", "cat", "dog"], names=None)
+    write_parquet(tmp_path / "words" / "test.parquet", random_pictures(3, 4, 4), ["dog", "cat", "dog"], names=None)
     words = open_data(str(tmp_path / "words"), validation=0)
-    assert (words.classes, words.train.labels.tolist()) == (["cat", "dog"], [1, 0, 1])
+    assert (words.classes, words.test.labels.tolist()) == (["cat", "dog"], [1, 0, 1])
     write_parquet(tmp_path / "numbers" / "train.parquet", random_pictures(2, 4, 4), [2, 0], names=None)
     assert open_data(str(tmp_path / "numbers"), validation=0).classes == ["0", "1", "2"]
 
@@ -172,10 +175,21 @@ def test_image_folder_and_parquet_give_the_same_cache(tmp_path):
     assert one.train.labels.tolist() == two.train.labels.tolist()
 
 
-def test_class_folders_without_a_train_folder_are_training_data(tmp_path):
-    write_folder(tmp_path / "plain", random_pictures(4, 5, 5), [0, 0, 1, 1])
+def test_class_folders_alone_hold_a_fifth_out_to_test_on_always_the_same(tmp_path, caplog):
+    write_folder(tmp_path / "plain", random_pictures(40, 5, 5), [0] * 20 + [1] * 20)
     data = open_data(str(tmp_path / "plain"), validation=0)
-    assert (data.train.labels.tolist(), data.classes, len(data.test)) == ([0, 0, 1, 1], ["ant", "bee"], 0)
+    assert (len(data.train), data.classes, np.bincount(data.test.labels).tolist()) == (32, ["ant", "bee"], [4, 4])
+    assert "8 of its 40 training images are held out" in caplog.text
+    assert sorted([*data.train.rows, *data.test.rows]) == list(range(40))
+    for options in ({"seed": 7}, {"limit": 10}, {"validation": 8}):
+        other = open_data(str(tmp_path / "plain"), **{"validation": 0, **options})
+        assert np.array_equal(other.test.rows, data.test.rows)
+        assert not set(other.test.rows) & {*other.train.rows, *other.validation.rows}
+    unfamiliar = open_data(str(tmp_path / "plain"), like=data.info)  # nothing is trained on these
+    assert (len(unfamiliar.train), len(unfamiliar.validation), len(unfamiliar.test)) == (0, 0, 40)
+    write_folder(tmp_path / "single", random_pictures(1, 5, 5), [0])
+    with pytest.raises(PluresError, match="single picture"):
+        open_data(str(tmp_path / "single"))
 
 
 def test_hub_data_are_loaded_once(monkeypatch):
@@ -262,7 +276,23 @@ def test_cache_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"validation": 5000}, {"validation": -1}, {"limit": 0}, {"size": 0}, {"cache_size": 9}, {"seed": -1}]
+    "options",
+    [
+        {"validation": 5000},
+        {"validation": -1},
+        {"limit": 0},
+        {"size": 0},
+        {"cache_size": 9},
+        {"seed": -1},
+        {"validation": math.nan},
+        {"validation": math.inf},
+        {"validation": 2.5},
+        {"size": 10**9},
+        {"size": 2.5},
+        {"seed": 0.5},
+        {"limit": 0.5},
+        {"size": 4, "cache_size": 10**9},
+    ],
 )
 def test_numbers_that_make_no_sense(options):
     with pytest.raises(PluresError):
@@ -280,43 +310,44 @@ def test_exact_factors_are_averaged(bugs):
 
 
 def test_photographs_of_different_sizes_need_a_size(tmp_path):
-    write_folder(tmp_path / "p", [encoded(np.full((20, 30, 3), 9)), encoded(np.full((40, 25, 3), 7))], [0, 1])
+    photographs = [encoded(np.full((20, 30, 3), 9)), encoded(np.full((40, 25, 3), 7))]
+    write_folder(tmp_path / "p" / "test", photographs, [0, 1])
     with pytest.raises(PluresError, match="size="):
         open_data(str(tmp_path / "p"))
-    data = open_data(str(tmp_path / "p"), size=10, validation=0)
-    assert data.train.images.shape == (2, 10, 10, 3)
-    assert data.train.images[:, 0, 0, 0].tolist() == [9, 7]
+    data = open_data(str(tmp_path / "p"), size=10)
+    assert data.test.images.shape == (2, 10, 10, 3)
+    assert data.test.images[:, 0, 0, 0].tolist() == [9, 7]
 
 
 def test_middle_of_the_longer_side_is_kept(tmp_path):
     wide = np.zeros((10, 30, 3))
     wide[:, 10:20] = 255
-    write_folder(tmp_path / "w", [encoded(wide)], [0])
-    data = open_data(str(tmp_path / "w"), size=5, validation=0)
-    assert data.train.images[0, :, 1:4].min() == 255
+    write_folder(tmp_path / "w" / "test", [encoded(wide)], [0])
+    data = open_data(str(tmp_path / "w"), size=5)
+    assert data.test.images[0, :, 1:4].min() == 255
 
 
 def test_one_colour_picture_makes_all_rgb(tmp_path):
     grey, colour = random_pictures(1, 6, 6), random_pictures(1, 6, 6, 3)
     write_folder(tmp_path / "grey", grey * 2, [0, 1])
     assert open_data(str(tmp_path / "grey"), validation=0).channels == 1
-    write_folder(tmp_path / "mixed", grey + colour, [0, 1])
-    mixed = open_data(str(tmp_path / "mixed"), validation=0)
+    write_folder(tmp_path / "mixed" / "test", grey + colour, [0, 1])
+    mixed = open_data(str(tmp_path / "mixed"))
     assert mixed.channels == 3
-    assert (mixed.train.images[0] == mixed.train.images[0][:, :, :1]).all()
+    assert (mixed.test.images[0] == mixed.test.images[0][:, :, :1]).all()
 
 
 def test_transparent_is_white_and_turned_photographs_stand_upright(tmp_path):
     clear = np.zeros((6, 6, 4))
-    write_folder(tmp_path / "clear", [encoded(clear)], [0])
-    assert open_data(str(tmp_path / "clear"), validation=0).train.images.min() == 255
+    write_folder(tmp_path / "clear" / "test", [encoded(clear)], [0])
+    assert open_data(str(tmp_path / "clear")).test.images.min() == 255
     picture = Image.fromarray(np.vstack([np.full((8, 16, 3), 250), np.zeros((8, 16, 3))]).astype(np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     stream = io.BytesIO()
     picture.save(stream, "JPEG", exif=exif, quality=95)
-    write_folder(tmp_path / "turned", [stream.getvalue()], [0], suffix=".jpg")
-    images = open_data(str(tmp_path / "turned"), validation=0).train.images[0]
+    write_folder(tmp_path / "turned" / "test", [stream.getvalue()], [0], suffix=".jpg")
+    images = open_data(str(tmp_path / "turned")).test.images[0]
     assert images[:6].max() < 60
     assert images[-6:].min() > 190
 
@@ -360,11 +391,12 @@ def test_validation_is_carved_by_class_from_train(bugs):
 
 def test_limit_takes_equally_many_of_each_class(tmp_path):
     labels = [0] * 30 + [1] * 10 + [2] * 3
-    write_parquet(tmp_path / "u.parquet", random_pictures(43, 4, 4), labels, names=("a", "b", "c"))
-    assert np.bincount(open_data(str(tmp_path / "u.parquet"), limit=9, validation=0).train.labels).tolist() == [3, 3, 3]
-    uneven = open_data(str(tmp_path / "u.parquet"), limit=17, validation=0)
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "u" / f"{split}.parquet", random_pictures(43, 4, 4), labels, names=("a", "b", "c"))
+    assert np.bincount(open_data(str(tmp_path / "u"), limit=9, validation=0).train.labels).tolist() == [3, 3, 3]
+    uneven = open_data(str(tmp_path / "u"), limit=17, validation=0)
     assert np.bincount(uneven.train.labels).tolist() == [7, 7, 3]
-    carved = open_data(str(tmp_path / "u.parquet"), limit=20, validation=4)
+    carved = open_data(str(tmp_path / "u"), limit=20, validation=4)
     assert (len(carved.train), len(carved.validation)) == (16, 4)
 
 
@@ -409,7 +441,9 @@ def test_changed_source_is_decoded_again(bugs):
     assert not np.array_equal(second.train.images, first.train.images)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "checksums"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "flip", "remove", "{", "[]", "null", "{}", "7", '{"train-images.npy": "x"}', "[" * 10_000]
+)
 def test_damaged_cache_is_written_again(bugs, tmp_path, damage):
     before = open_data("bugs", data_dir=bugs, validation=0).train.images.copy()
     (file,) = cache_files(tmp_path)
@@ -422,8 +456,54 @@ def test_damaged_cache_is_written_again(bugs, tmp_path, damage):
     elif damage == "remove":
         file.unlink()
     else:
-        (file.parent / "checksums.json").write_text("{")
+        (file.parent / "checksums.json").write_text(damage)
     np.testing.assert_array_equal(open_data("bugs", data_dir=bugs, validation=0).train.images, before)
+
+
+def test_survey_with_a_flipped_bit_is_made_again(bugs, tmp_path):
+    data = open_data("bugs", data_dir=bugs, validation=0)
+    (file,) = (tmp_path / "cache" / "surveys").glob("*.json")
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 7)]) + whole[place + 1 :])
+        again = open_data("bugs", data_dir=bugs, validation=0)
+        assert (again.fingerprint, again.info) == (data.fingerprint, data.info)
+    for rubbish in (
+        b"",
+        b"[]",
+        b"null",
+        b"{}",
+        b"[" * 10_000,
+        b"\xff",
+        json.dumps(json.loads(whole)["survey"]).encode(),
+    ):
+        file.write_bytes(rubbish)
+        assert open_data("bugs", data_dir=bugs, validation=0).info == data.info
+        assert file.read_bytes() == whole
+
+
+def test_pictures_that_changed_unseen_are_not_taken_for_the_old_ones(bugs, tmp_path):
+    file = bugs / "bugs" / "train.parquet"
+    before = open_data("bugs", data_dir=bugs)
+    state = file.stat()
+    write_parquet(file, random_pictures(40, 8, 8, 3), [1, 0] * 20)  # same size, and the time is put back
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    if file.stat().st_size == state.st_size:
+        with pytest.raises(PluresError, match="have changed: start again"):
+            open_data("bugs", data_dir=bugs, size=4)
+    assert open_data("bugs", data_dir=bugs, size=4).fingerprint != before.fingerprint
+    assert open_data("bugs", data_dir=bugs).train.labels[0] != before.train.labels[0]
+
+
+def test_cache_of_the_system_is_used_unless_another_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "system"))
+    assert cache_folder() == tmp_path / "cache"
+    assert cache_folder(tmp_path) == tmp_path
+    monkeypatch.delenv("PLURES_CACHE")
+    assert cache_folder().is_relative_to(tmp_path if sys.platform == "linux" else Path.home())
+    assert cache_folder().name == "plures" or sys.platform == "win32"
+    with pytest.raises(PluresError, match="home folder"):
+        cache_folder("~nobody-of-this-name/cache")
 
 
 def test_remains_of_a_killed_process_do_no_harm(bugs, tmp_path):
@@ -585,12 +665,27 @@ def test_read_image_prepares_a_file_as_the_data_were(bugs, tmp_path):
     assert read_image(file, data.info).shape == (4, 4, 3)
 
 
-def test_read_image_refuses_what_does_not_fit(bugs, tmp_path):
-    info = open_data("bugs", data_dir=bugs).info
-    (tmp_path / "text.png").write_text("hello")
-    (tmp_path / "large.png").write_bytes(random_pictures(1, 9, 9, 3)[0])
-    for name in ("text.png", "large.png", "missing.png", "."):
-        with pytest.raises(PluresError, match=name):
-            read_image(tmp_path / name, info)
-    with pytest.raises(PluresError, match="colour"):
-        read_image(tmp_path / "large.png", open_data("digits").info)
+def test_read_image_brings_any_picture_to_the_data_and_says_so(tmp_path, caplog):
+    digits = open_data("digits")
+    original = digits.test.images[3, :, :, 0]
+    enlarged = np.kron(original, np.ones((4, 4), np.uint8))  # 32 x 32: averaging gives back the 8 x 8
+    for name, pixels, said in (
+        ("as it is", original, ""),
+        ("enlarged", enlarged, "brought from 32 x 32 to 8 x 8 pixels"),
+        ("coloured", np.stack([original] * 3, -1), "converted to grey"),
+        ("both", np.stack([enlarged] * 3, -1), "converted to grey and brought from 32 x 32 to 8 x 8 pixels"),
+    ):
+        caplog.clear()
+        (tmp_path / f"{name}.png").write_bytes(encoded(pixels))
+        np.testing.assert_array_equal(read_image(tmp_path / f"{name}.png", digits.info)[:, :, 0], original)
+        assert (f"{name}.png was {said}, as" in caplog.text) if said else not caplog.text
+    (tmp_path / "28.png").write_bytes(random_pictures(1, 28, 30, 3)[0])
+    assert read_image(tmp_path / "28.png", digits.info).shape == (8, 8, 1)
+
+
+def test_fingerprints_and_constants_of_the_last_version():
+    for config in (Path(__file__).parent / "data" / "v0.1" / "runs").glob("*/config.json"):
+        stored = json.loads(config.read_text())["data"]
+        data = open_data("digits", limit=200, validation=50)
+        assert data.fingerprint == stored.pop("fingerprint")
+        assert data.info == DataInfo(**stored)

@@ -16,10 +16,19 @@ class PluresError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__("".join(map(_visible, str(message))))
+        super().__init__(visible(str(message)))
 
 
-def _visible(character: str) -> str:
+def visible(text: str) -> str:
+    r"""Show control characters, and bytes of a file name that are not UTF-8, as escapes.
+
+    >>> print(visible("wren\n.png"))
+    wren\n.png
+    """
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
         return character.encode("unicode_escape", "backslashreplace").decode("ascii")
     return character

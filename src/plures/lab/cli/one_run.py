@@ -20,12 +20,15 @@ class Train:
       plures train                                              orthogonal dropout on digits, about a minute
       plures train digits --method deep-ensemble --members 3
       plures train cifar10-cpu --data-dir data --set granularity=kernel
-      plures train cifar10-cpu --data ./birds --size 32 --limit None --run runs/birds
+      plures train cifar10-cpu --data ./birds --size 32 --validation 0.1 --run runs/birds
       accelerate launch --num_processes 2 -m plures train cifar10
 
     Written into the run folder: config.json (everything that decides about the result, and versions), log.jsonl (a
     record per epoch), ensemble.safetensors (the trained ensemble) and metrics.json. Nothing is lost when the machine
     stops: the same command goes on after the last epoch and ends with the same bits.
+
+    A folder of your own, such as ./birds above, holds pictures in train/CLASS/ and test/CLASS/, or in CLASS/ alone: a
+    fifth of each class is then held out to test on. It may also hold train.parquet and test.parquet, as on the hub.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
@@ -128,9 +131,9 @@ class Predict:
       plures predict runs/birds wren.jpg robin.png
       plures predict runs/birds photographs --abstain-below 0.8 --json
 
-    Pictures are prepared as the training images were: upright, grey or colour, and where the recipe gives a size,
-    brought to it and cut to the middle. A file that cannot be prepared so is named with the reason; the others are
-    predicted, and the exit code is 2. Uncertainty is in nats: 0 where all members agree.
+    Pictures are prepared as the training images were: upright, grey or colour, brought to their size and cut to the
+    middle; where the training images needed no such change, it is told. A file that cannot be read is named with the
+    reason; the others are predicted, and the exit code is 2. Uncertainty is in nats: 0 where all members agree.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]

@@ -2,19 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plures.errors import PluresError
 from plures.lab.data.contents import SPLIT_NAMES, Contents, Picture, by_split
+from plures.lab.data.pictures import folders_in, ordinary, read_file, reading
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 ROWS_AT_ONCE = 256
+MOST_CLASSES = 100_000  # bounds what a wrong label costs; ImageNet-21k has 21,841
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,14 @@ class ArrowTable:
 
     def column_called(self, accepted: Sequence[str]) -> str:
         """Return the first of the accepted names that the table has."""
+        names = self.schema.names
         for name in accepted:
-            if name in self.schema.names:
+            if names.count(name) > 1:
+                raise PluresError(f"{self.origin} has {names.count(name)} columns called {name!r}: keep one of them")
+            if name in names:
                 return name
         raise PluresError(
-            f"{self.origin} has the columns {', '.join(self.schema.names)}, "
-            f"but needs one called {' or '.join(accepted)}."
+            f"{self.origin} has the columns {', '.join(names)}, but needs one called {' or '.join(accepted)}"
         )
 
     def class_names(self) -> list[str] | None:
@@ -46,15 +51,46 @@ class ArrowTable:
         metadata = (self.schema.metadata or {}).get(b"huggingface")
         if metadata is None:
             return None
-        features = json.loads(metadata).get("info", {}).get("features", {})
-        names = features.get(self.column_called(LABEL_COLUMNS), {}).get("names")
-        return None if names is None else [str(name) for name in names]
+        try:
+            found = json.loads(metadata)
+            for key in ("info", "features", self.column_called(LABEL_COLUMNS)):
+                found = found.get(key) or {}
+            names = found.get("names")
+            if names is None:
+                return None
+            if not isinstance(names, list) or not all(isinstance(name, str | int | float) for name in names):
+                raise TypeError(f"class names of type {type(names).__name__}")
+        except (ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise PluresError(
+                f"the Hugging Face metadata of {self.origin} is not understood ({first_line(error)}): "
+                "write the file again with datasets, or without metadata"
+            ) from error
+        if len(names) > MOST_CLASSES:
+            raise PluresError(f"{self.origin} has {len(names):,} classes, but at most {MOST_CLASSES:,} are possible")
+        return [str(name) for name in names]
 
-    def labels(self) -> Iterator[int | str | None]:
+    def cells(self, *columns: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the cells of some columns, row by row."""
+        rows = 0
+        try:
+            for batch in self.read(list(columns)):
+                rows += batch.num_rows
+                yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+        except Exception as error:  # pyarrow raises nearly anything on damaged tables
+            raise PluresError(f"{self.origin} is damaged ({first_line(error)}): copy it again") from error
+        if rows != self.rows:
+            raise PluresError(f"{self.origin} is damaged ({rows:,} rows instead of {self.rows:,}): copy it again")
+
+    def labels(self) -> Iterator[Hashable]:
         """Yield the label column as it stands in the table."""
         column = self.column_called(LABEL_COLUMNS)
-        for batch in self.read([column]):
-            yield from batch.column(column).to_pylist()
+        for (value,) in self.cells(column):
+            if not isinstance(value, Hashable):
+                raise PluresError(
+                    f"the column {column!r} of {self.origin} holds {self.schema.field(column).type}, "
+                    "but labels are whole numbers or words"
+                )
+            yield value
 
 
 @dataclass(frozen=True)
@@ -65,25 +101,23 @@ class ArrowPictures:
     """
 
     tables: Sequence[ArrowTable]
-    codes: Mapping[int | str | None, int]  # from what stands in the table to the class index
+    codes: Mapping[Any, int]  # from what stands in the table to the class index
 
     def __len__(self) -> int:
         return sum(table.rows for table in self.tables)
 
     def __iter__(self) -> Iterator[Picture]:
         for table in self.tables:
-            image, label = table.column_called(IMAGE_COLUMNS), table.column_called(LABEL_COLUMNS)
-            row = 0
-            for batch in table.read([image, label]):
-                for cell, value in zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True):
-                    origin = f"row {row} of {table.origin}"
-                    if value not in self.codes:
-                        raise PluresError(
-                            f"{origin} has the label {value!r}, which is none of the {len(self.codes)} classes: "
-                            "remove such rows."
-                        )
-                    yield Picture(_encoded(cell, origin), self.codes[value], origin)
-                    row += 1
+            columns = table.column_called(IMAGE_COLUMNS), table.column_called(LABEL_COLUMNS)
+            for row, (cell, value) in enumerate(table.cells(*columns)):
+                origin = f"row {row} of {table.origin}"
+                code = self.codes.get(value) if isinstance(value, Hashable) else None
+                if code is None:
+                    raise PluresError(
+                        f"{origin} has the label {value!r}, which is none of the {len(self.codes)} classes: "
+                        "remove such rows"
+                    )
+                yield Picture(_encoded(cell, origin), code, origin)
 
 
 def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
@@ -95,19 +129,24 @@ def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
     are their own names.
     """
     tables = [table for part in splits.values() for table in part]
-    names = next((names for table in tables if (names := table.class_names()) is not None), None)
-    codes: dict[int | str | None, int]
-    if names is not None:
-        codes = {index: index for index in range(len(names))}
-    else:
+    named = {table.origin: names for table in tables if (names := table.class_names()) is not None}
+    (first, names), *others = named.items() or [("", [])]
+    for other, its_names in others:
+        if its_names != names:
+            raise PluresError(f"{first} and {other} name their classes differently: write both with the same classes")
+    if not named:
         values = {value for table in tables for value in table.labels()}
-        words = sorted(value for value in values if isinstance(value, str))
-        if words:
-            names, codes = words, {word: index for index, word in enumerate(words)}
-        else:
-            count = 1 + max((value for value in values if isinstance(value, int)), default=-1)
-            names, codes = [str(index) for index in range(count)], {index: index for index in range(count)}
-    return Contents(names, {split: ArrowPictures(part, codes) for split, part in splits.items()})
+        names = sorted(value for value in values if isinstance(value, str))
+        if names:
+            return Contents(names, _coded(splits, {word: index for index, word in enumerate(names)}))
+        largest = max((value for value in values if isinstance(value, int)), default=-1)
+        if largest >= MOST_CLASSES:
+            raise PluresError(
+                f"{tables[0].origin} has the label {largest}, but labels are numbers from 0 to {MOST_CLASSES - 1:,}: "
+                "number the classes 0, 1, 2 and so on"
+            )
+        names = [str(index) for index in range(largest + 1)]
+    return Contents(names, _coded(splits, {index: index for index in range(len(names))}))
 
 
 def parquet_files(folder: Path) -> dict[str, list[Path]]:
@@ -117,18 +156,18 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
 
     Empty when there are none. Files may also stand in the one subfolder that has any, as in a clone from the hub.
     """
-    files = sorted(folder.glob("*.parquet"))
+    files = _tables_in(folder)
     if not files:
-        homes = sorted({file.parent for file in folder.glob("*/*.parquet")})
+        homes = [home for home in folders_in(folder) if _tables_in(home)]
         if len(homes) > 1:
             raise PluresError(
-                f"{folder} holds Parquet files in {', '.join(home.name for home in homes)}: give the path of one."
+                f"{folder} holds Parquet files in {', '.join(home.name for home in homes)}: give the path of one"
             )
-        files = sorted(homes[0].glob("*.parquet")) if homes else []
+        files = _tables_in(homes[0]) if homes else []
     found: dict[str, list[Path]] = {}
     for file in files:
         # train.parquet, train-00000-of-00002.parquet, train_0.parquet
-        found.setdefault(re.split(r"[-_.]", file.name)[0], []).append(file)
+        found.setdefault(_first_word(file), []).append(file)
     return by_split(found, str(folder)) if found else {}
 
 
@@ -137,8 +176,7 @@ def split_of_file(file: Path) -> str:
 
     split_of_file(Path("svhn/test.parquet"))  # "test"
     """
-    split = SPLIT_NAMES.get(re.split(r"[-_.]", file.name)[0].lower(), "train")
-    return "train" if split == "train" else "test"
+    return "train" if SPLIT_NAMES.get(_first_word(file).lower(), "train") == "train" else "test"
 
 
 def read_parquet(files: Mapping[str, Sequence[Path]]) -> Contents:
@@ -151,34 +189,51 @@ def read_parquet(files: Mapping[str, Sequence[Path]]) -> Contents:
 
 def _parquet_table(file: Path) -> ArrowTable:
     try:
-        with pq.ParquetFile(file) as parquet:
+        with pq.ParquetFile(ordinary(file)) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
-    except (OSError, pa.ArrowException) as error:
-        raise PluresError(f"{file} cannot be read as Parquet ({_first_line(error)}): copy it again.") from error
+    except PluresError:
+        raise
+    except Exception as error:  # as above
+        raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
 
     def read(columns: list[str]) -> Iterator[pa.RecordBatch]:
-        try:
-            with pq.ParquetFile(file) as parquet:
-                yield from parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
-        except (OSError, pa.ArrowException) as error:
-            raise PluresError(f"{file} is damaged ({_first_line(error)}): copy it again.") from error
+        with pq.ParquetFile(file) as parquet:
+            yield from parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
 
     return ArrowTable(str(file), schema, rows, read)
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    with reading(folder):
+        return sorted(file for file in folder.iterdir() if file.suffix == ".parquet")
+
+
+def _first_word(file: Path) -> str:
+    return re.split(r"[-_.]", file.name)[0]
+
+
+def _coded(splits: Mapping[str, Sequence[ArrowTable]], codes: Mapping[Any, int]) -> dict[str, ArrowPictures]:
+    return {split: ArrowPictures(part, codes) for split, part in splits.items()}
 
 
 def _encoded(cell: object, origin: str) -> bytes:
     """Return the bytes of an image cell: a struct of bytes and path, or plain bytes."""
     if isinstance(cell, Mapping):
-        if cell.get("bytes") is None and cell.get("path"):
+        path = cell.get("path")
+        if cell.get("bytes") is None and isinstance(path, str) and path:
             try:
-                return Path(cell["path"]).read_bytes()
-            except OSError as error:
-                raise PluresError(f"{origin} points to {cell['path']}, which cannot be read.") from error
+                return read_file(path)
+            except PluresError as error:
+                raise PluresError(f"{origin} points to a file: {error}") from error
         cell = cell.get("bytes")
     if not isinstance(cell, bytes):
-        raise PluresError(f"{origin} holds no encoded picture: the image column must hold PNG or JPEG bytes.")
+        raise PluresError(f"{origin} holds no encoded picture: the image column must hold PNG or JPEG bytes")
     return cell
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, to put into a sentence.
+
+    first_line(OSError("no such file.\\nTry again."))  # "no such file"
+    """
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -29,15 +29,15 @@ class Augment:
 
     def __post_init__(self) -> None:
         if self.crop < 0:
-            raise PluresError(f"Augment.crop is a number of pixels, zero or more, but {self.crop} was given.")
+            raise PluresError(f"Augment.crop is a number of pixels, zero or more, but {self.crop} was given")
         if self.resized_crop is not None:
             low, high = self.resized_crop
             if not 0 < low <= high <= 1:
                 raise PluresError(
-                    f"Augment.resized_crop takes fractions of the area, 0 < low <= high <= 1, but got {low} and {high}."
+                    f"Augment.resized_crop takes fractions of the area, 0 < low <= high <= 1, but got {low} and {high}"
                 )
             if self.crop:
-                raise PluresError("Augment takes crop or resized_crop, but both were given.")
+                raise PluresError("Augment takes crop or resized_crop, but both were given")
 
     def __call__(self, images: Tensor, size: int, generator: torch.Generator) -> Tensor:
         """Change normalised images [batch, channels, height, width] and bring them to size x size.

@@ -1,6 +1,6 @@
 """What every source of pictures hands over, whatever format it reads."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -53,19 +53,12 @@ class Contents:
     classes: Sequence[str]
     splits: Mapping[str, Pictures]
 
-
-@dataclass(frozen=True)
-class Source:
-    """A data set that has been found, but not read yet.
-
-        Source(name="birds", signature="image folder ...", read=lambda: read_image_folder(folder))
-
-    The signature is cheap to make and changes whenever the pictures may have changed.
-    """
-
-    name: str
-    signature: str
-    read: Callable[[], Contents]
+    def __post_init__(self) -> None:
+        for name in self.classes:
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise PluresError(f"the class name {name!r} is not written in UTF-8: rename the class") from None
 
 
 def by_split(found: Mapping[str, T], place: str) -> dict[str, T]:
@@ -82,12 +75,11 @@ def by_split(found: Mapping[str, T], place: str) -> dict[str, T]:
         if split is None:
             continue
         if split in splits:
-            raise PluresError(f"{place} has two parts that could be its {split} split: keep one of them.")
+            raise PluresError(f"{place} has two parts that could be its {split} split: keep one of them")
         splits[split] = part
     if not splits:
-        raise PluresError(
-            f"{place} holds the parts {', '.join(sorted(found)) or '(none)'}, but needs one called train or test."
-        )
+        parts = ", ".join(sorted(found)) or "(none)"
+        raise PluresError(f"{place} holds the parts {parts}, but needs one called train or test")
     if "validation" in splits and "test" not in splits:
         splits["test"] = splits.pop("validation")
     return splits

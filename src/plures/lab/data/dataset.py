@@ -1,6 +1,7 @@
 """Open a data set by its name."""
 
-import hashlib
+import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from plures.checks import whole_number
 from plures.errors import PluresError
-from plures.lab.data.cache import CachedSplit, Survey, open_cache, survey
-from plures.lab.data.selection import Rows, balanced, stratified
-from plures.lab.data.sources import find_source
-from plures.lab.data.split import DataInfo, Split
+from plures.files import digest
+from plures.lab.data.cache import CachedSplit, Survey, cache_folder, open_cache, survey
+from plures.lab.data.sources import expanded, find_source
+from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, Rows, Split, balanced, stratified
+
+HELD_OUT = 0.2  # of the training images, where there are no test images
+
+log = logging.getLogger("plures")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +31,8 @@ class Data:
         data.train, data.validation, data.test           # each a Split: .images, .labels, len()
         data.classes, data.channels, data.size, data.mean, data.std
 
-    A split that the data do not have is empty: some sets can only be trained on, others only be evaluated. The
-    fingerprint is a hash of all images and labels, of their preparation and of the choice of rows.
+    A split that the data do not have is empty, but data to train on always have test images. The fingerprint is a
+    hash of all images and labels, of their preparation and of the choice of rows.
     """
 
     info: DataInfo
@@ -87,31 +93,39 @@ def open_data(
         unfamiliar = open_data("svhn", data_dir="data", like=data.info)         # prepared as for a network of `data`
 
     `name` is a built-in name, a folder below `data_dir` (or PLURES_DATA), a path to a folder or .parquet file, or a hub
-    id. `limit` keeps at most so many training images, equally many of each class; from these, `validation` (below 1 a
+    id. A folder holds train.parquet and test.parquet, pictures in train/CLASS/ and test/CLASS/, or in CLASS/ alone. A
+    fifth of the training images is held out as test images where there are none, always the same; with `like`, which is
+    for evaluation, all of them are test images then.
+
+    `limit` keeps at most so many training images, equally many of each class; from these, `validation` (below 1 a
     fraction, otherwise a number) is carved, class by class. Both follow `seed`, and test images are never touched; data
     that bring validation images beside their test images keep those. `size` brings all images to size x size.
     """
-    cache = Path(cache_dir or os.environ.get("PLURES_CACHE") or "~/.cache/plures").expanduser()
+    whole_number("seed", seed, least=0)
+    cache = cache_folder(cache_dir)
     folder = data_dir or os.environ.get("PLURES_DATA")
-    source = find_source(name, Path(folder).expanduser() if folder else None)
+    source = find_source(name, expanded(folder) if folder else None)
     seen = survey(source, cache)
     size, cache_size, resize = _sizes(name, seen, size, cache_size, like)
     channels = like.channels if like else 1 if seen.grey else 3
     cached = open_cache(source, seen, cache, cache_size, channels)
 
     nothing = _empty(cache_size, channels)
-    train = cached.get("train", nothing)
+    train, test = cached.get("train", nothing), cached.get("test", nothing)
+    train_rows, test_rows = _all(train), _all(test)
+    if len(train_rows) and not len(test_rows):
+        test, (train_rows, test_rows) = train, _hold_out(name, train.labels, everything=like is not None)
     own_validation = cached.get("validation")
-    train_rows, rows = _choose(name, train.labels, limit, 0 if own_validation else validation, seed)
+    train_rows, rows = _choose(name, train.labels, train_rows, limit, 0 if own_validation else validation, seed)
     mean, std = (like.mean, like.std) if like else _mean_and_std(train.moments[train_rows], cache_size)
     info = DataInfo(name, seen.classes, channels, size, cache_size, resize, mean, std)
     return Data(
         info=info,
         train=_split("train", info, train, train_rows),
-        validation=_split("validation", info, own_validation)
+        validation=_split("validation", info, own_validation, _all(own_validation))
         if own_validation
         else _split("validation", info, train, rows),
-        test=_split("test", info, cached.get("test", nothing)),
+        test=_split("test", info, test, test_rows),
         fingerprint=_fingerprint(f"{seen.content} {size} {cache_size} {channels}", train_rows, rows),
     )
 
@@ -122,39 +136,54 @@ def _sizes(
     """Return the pixels per side for the network and in the cache, and whether other sizes are brought to them."""
     if like is not None:
         if size is not None or cache_size is not None:
-            raise PluresError("open_data takes a size or like=info, which has one already, but both were given.")
+            raise PluresError("open_data takes a size or like=info, which has one already, but both were given")
         return like.size, like.cache_size, True
     if size is None:
         if cache_size is not None:
-            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side that the network sees.")
+            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side that the network sees")
         if seen.shortest != seen.longest:
             raise PluresError(
-                f"The pictures of {name} are not all square and of one size (their sides have {seen.shortest} to "
-                f"{seen.longest} pixels): give a size, such as size={min(seen.shortest, 64)}."
+                f"the pictures of {name} are not all square and of one size (their sides have {seen.shortest} to "
+                f"{seen.longest} pixels): give a size, such as size={min(seen.shortest, 64)}"
+            )
+        if seen.shortest > MOST_PIXELS_PER_SIDE:
+            raise PluresError(
+                f"the pictures of {name} have {seen.shortest:,} pixels per side, but at most {MOST_PIXELS_PER_SIDE:,} "
+                "are possible: give a size"
             )
         return seen.shortest, seen.shortest, False
-    if size < 1 or (cache_size is not None and cache_size < size):
-        raise PluresError(
-            f"size must be at least 1 and cache_size at least size, but they are {size} and {cache_size}."
-        )
+    whole_number("size", size, most=MOST_PIXELS_PER_SIDE)
+    if cache_size is not None:
+        whole_number("cache_size", cache_size, least=size, most=MOST_PIXELS_PER_SIDE)
     return size, cache_size or size, True
 
 
-def _choose(name: str, labels: Rows, limit: int | None, validation: float, seed: int) -> tuple[Rows, Rows]:
+def _hold_out(name: str, labels: Rows, everything: bool) -> tuple[Rows, Rows]:
+    """Return the rows to train on and the rows to test on of data without test images."""
+    count = len(labels) if everything else max(1, round(HELD_OUT * len(labels)))
+    if count == len(labels) and not everything:
+        raise PluresError(f"{name} holds a single picture: give more, to train on and to test on")
+    test = stratified(labels, count, seed=0)
+    if not everything:
+        log.warning("%s has no test images: %d of its %d training images are held out", name, count, len(labels))
+    return np.delete(np.arange(len(labels), dtype=np.int64), test), test
+
+
+def _choose(name: str, labels: Rows, rows: Rows, limit: int | None, validation: float, seed: int) -> tuple[Rows, Rows]:
     """Return the rows to train on and the rows to validate on."""
-    kept = np.arange(len(labels), dtype=np.int64)
     if limit is not None:
-        if limit < 1:
-            raise PluresError(f"limit must be at least 1, but is {limit}.")
-        kept = balanced(labels, limit, seed)
-    count = round(validation * len(kept)) if validation < 1 else int(validation)
-    if count < 0 or (count and count >= len(kept) > 0):
+        whole_number("limit", limit)
+        rows = rows[balanced(labels[rows], limit, seed)]
+    if not math.isfinite(validation) or validation < 0 or (validation >= 1 and validation != int(validation)):
+        raise PluresError(f"validation={validation}; use a fraction below 1 or a whole number of images, 0 or more")
+    count = round(validation * len(rows)) if validation < 1 else int(validation)
+    if count and count >= len(rows) > 0:
         raise PluresError(
-            f"validation={validation} cannot be carved from the {len(kept)} training images of {name}: "
-            "give a fraction between 0 and 1 or a smaller number."
+            f"validation={validation} cannot be held out from the {len(rows)} training images of {name}: "
+            "give a fraction, such as 0.1, or a smaller number"
         )
-    held_out = stratified(labels[kept], count, seed)
-    return np.delete(kept, held_out), kept[held_out]
+    held_out = stratified(labels[rows], count, seed)
+    return np.delete(rows, held_out), rows[held_out]
 
 
 def _mean_and_std(moments: npt.NDArray[np.int64], side: int) -> tuple[list[float], list[float]]:
@@ -169,9 +198,12 @@ def _mean_and_std(moments: npt.NDArray[np.int64], side: int) -> tuple[list[float
     return (mean / 255).tolist(), (np.where(std > 0, std, 255) / 255).tolist()
 
 
-def _split(name: str, info: DataInfo, cached: CachedSplit, rows: Rows | None = None) -> Split:
-    rows = np.arange(len(cached.labels), dtype=np.int64) if rows is None else rows
+def _split(name: str, info: DataInfo, cached: CachedSplit, rows: Rows) -> Split:
     return Split(name, info, cached.images, rows, cached.labels[rows])
+
+
+def _all(cached: CachedSplit) -> Rows:
+    return np.arange(len(cached.labels), dtype=np.int64)
 
 
 def _empty(size: int, channels: int) -> CachedSplit:
@@ -183,7 +215,5 @@ def _empty(size: int, channels: int) -> CachedSplit:
 
 
 def _fingerprint(preparation: str, *choices: Rows) -> str:
-    digest = hashlib.sha256(preparation.encode())
-    for rows in choices:
-        digest.update(f" {len(rows)} ".encode() + rows.astype("<i8").tobytes())
-    return digest.hexdigest()[:32]
+    parts = (f" {len(rows)} ".encode() + rows.astype("<i8").tobytes() for rows in choices)
+    return digest(preparation.encode(), *parts, length=32)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from plures.errors import PluresError
 from plures.lab.data.augment import Augment
-from plures.lab.data.selection import Rows
-from plures.lab.data.split import Split
+from plures.lab.data.split import Rows, Split
 from plures.seeding import derived_seed, permutation
 
 
@@ -38,7 +37,7 @@ def batches(
     """
     count = steps(split, batch_size, drop_last=drop_last, world=world)
     if not 0 <= rank < world:
-        raise PluresError(f"rank must be between 0 and {world - 1} in a world of {world}, but is {rank}.")
+        raise PluresError(f"rank must be between 0 and {world - 1} in a world of {world}, but is {rank}")
     order = permutation(len(split), "order", seed, epoch) if shuffle else np.arange(len(split), dtype=np.int64)
     share = np.resize(order, -(-len(order) // world) * world)[rank::world]
     generator = torch.Generator().manual_seed(derived_seed("augmentation", seed, epoch, rank))
@@ -51,14 +50,14 @@ def steps(split: Split, batch_size: int, *, drop_last: bool = False, world: int 
     steps(data.train, 128, drop_last=True, world=2)
     """
     if not len(split):
-        raise PluresError(f"{split.info.name} has no {split.name} images: give data that have a {split.name} split.")
+        raise PluresError(f"{split.info.name} has no {split.name} images: give data that have a {split.name} split")
     if batch_size < 1:
-        raise PluresError(f"batch_size must be at least 1, but is {batch_size}.")
+        raise PluresError(f"batch_size must be at least 1, but is {batch_size}")
     share = -(-len(split) // world)
     count = share // batch_size if drop_last else -(-share // batch_size)
     if not count:
         raise PluresError(
-            f"A batch of {batch_size} is larger than the {share} {split.name} images of a process: take a smaller one."
+            f"a batch of {batch_size} is larger than the {share} {split.name} images of a process: take a smaller one"
         )
     return count
 

@@ -1,20 +1,95 @@
-"""From an encoded picture to the pixels that a network is trained on."""
+"""From a picture file to the pixels that a network is trained on.
+
+Files come from strangers: what is not an ordinary file is not opened, sizes are bounded before anything is decoded,
+and whatever goes wrong is one sentence about the file.
+"""
 
 import io
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
+from plures.lab.data.split import DataInfo
 
-if TYPE_CHECKING:
-    from plures.lab.data.split import DataInfo
-
+EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+# Formats that are nothing but pixels. Pillow knows others, and starts a program for some of them (EPS).
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+MOST_BYTES = 2**28  # of a picture file
+MOST_PIXELS = 89_478_485  # of a picture; where Pillow begins to warn, too
 GREY_MODES = ("1", "L", "LA")
 DEEP_MODES = ("I", "F")  # 16-bit, 32-bit and float pixels, which 8 bits cannot hold
+
+log = logging.getLogger("plures")
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn what the file system says of a path into one sentence.
+
+    with reading(folder): names = os.listdir(folder)
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise PluresError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def ordinary(path: str | Path) -> Path:
+    """Refuse a path that is not one of an ordinary file: a folder, a pipe, which would keep us waiting, a device.
+
+    parquet = pq.ParquetFile(ordinary("birds/train.parquet"))
+    """
+    with reading(path):
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise PluresError(f"{path} is not an ordinary file")
+    return Path(path)
+
+
+def read_file(path: str | Path) -> bytes:
+    """Read a picture file, if it is an ordinary one of a sensible size.
+
+    encoded = read_file("wren.jpg")
+    """
+    with reading(path), ordinary(path).open("rb") as file:
+        encoded = file.read(MOST_BYTES + 1)
+    if len(encoded) > MOST_BYTES:
+        raise PluresError(f"{path} is too large: picture files of at most {MOST_BYTES:,} bytes are read")
+    return encoded
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Find the folders in a folder, by name; hidden ones are left out.
+
+    folders_in(Path("birds/train"))
+    """
+    with reading(folder):
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+
+
+def pictures_below(folder: Path) -> list[Path]:
+    """Find the picture files in a folder and the folders below, by name; hidden ones are left out.
+
+    pictures_below(Path("photographs"))
+    """
+    found, waiting = [], [folder]
+    while waiting:
+        here = waiting.pop()
+        with reading(here), os.scandir(here) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                elif path.suffix.lower() in EXTENSIONS and not path.name.startswith("."):
+                    found.append(path)
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def open_picture(encoded: bytes, origin: str) -> Image.Image:
@@ -22,14 +97,19 @@ def open_picture(encoded: bytes, origin: str) -> Image.Image:
 
     open_picture(Path("wren.jpg").read_bytes(), "wren.jpg").size
     """
+    too_large = f"{origin} is too large: pictures of at most {MOST_PIXELS:,} pixels are read; make it smaller"
     try:
-        picture = Image.open(io.BytesIO(encoded))
+        picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise PluresError(too_large) from error
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
-        raise PluresError(
-            f"{origin} is damaged or not a picture: remove it or save it again as PNG or JPEG."
-        ) from error
+        raise PluresError(f"{origin} is damaged or not a picture: remove it or save it again as PNG or JPEG") from error
+    if picture.width * picture.height > MOST_PIXELS:
+        raise PluresError(too_large)
+    if min(picture.size) < 1:
+        raise PluresError(f"{origin} is a picture without pixels: remove it or save it again as PNG or JPEG")
     if picture.mode.startswith(DEEP_MODES):
-        raise PluresError(f"{origin} has pixels of more than 8 bits (mode {picture.mode}): convert it to 8 bits.")
+        raise PluresError(f"{origin} has pixels of more than 8 bits (mode {picture.mode}): convert it to 8 bits")
     return picture
 
 
@@ -54,8 +134,10 @@ def decode(picture: Image.Image, channels: int, origin: str) -> Image.Image:
         picture.load()
         mode = "L" if channels == 1 else "RGB"
         return picture if picture.mode == mode else picture.convert(mode)
+    except MemoryError as error:
+        raise PluresError(f"{origin} is too large for the free memory: make it smaller") from error
     except Exception as error:  # as above: a truncated file shows itself only now
-        raise PluresError(f"{origin} is damaged: remove it or save it again as PNG or JPEG.") from error
+        raise PluresError(f"{origin} is damaged: remove it or save it again as PNG or JPEG") from error
 
 
 def to_square(picture: Image.Image, size: int) -> Image.Image:
@@ -70,10 +152,11 @@ def to_square(picture: Image.Image, size: int) -> Image.Image:
     if width == height and width % size == 0:
         return picture.reduce(width // size) if width > size else picture
     shorter = min(width, height)
-    picture = picture.resize(
-        (max(size, round(width * size / shorter)), max(size, round(height * size / shorter))), Image.Resampling.BICUBIC
-    )
-    return centre(picture, size)
+    resized = max(size, round(width * size / shorter)), max(size, round(height * size / shorter))
+    if resized[0] * resized[1] > MOST_PIXELS:  # a ribbon: cut the middle out first, at the cost of the last bit
+        left, top = (width - shorter) / 2, (height - shorter) / 2
+        return picture.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + shorter, top + shorter))
+    return centre(picture.resize(resized, Image.Resampling.BICUBIC), size)
 
 
 def centre(picture: Image.Image, size: int) -> Image.Image:
@@ -94,27 +177,21 @@ def to_pixels(picture: Image.Image) -> npt.NDArray[np.uint8]:
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def read_image(path: str | Path, info: "DataInfo") -> npt.NDArray[np.uint8]:
-    """Read a picture file the way the pictures of a data set were prepared: uint8 [size, size, channels].
+def read_image(path: str | Path, info: DataInfo) -> npt.NDArray[np.uint8]:
+    """Read a picture file and prepare it as the pictures of a data set were: uint8 [size, size, channels].
 
         pixels = read_image("wren.jpg", data.info)
         images = data.normalise(torch.from_numpy(pixels)[None])  # what a network takes
 
-    A data set opened with a size takes pictures of any size, others only their own; grey pictures become colour where
-    the data set has colour, but not the other way round.
+    Pictures of any size are brought to the size of the data set and cut to the middle; grey and colour become what the
+    data set has. What the data set's own pictures did not need is logged as a warning.
     """
     origin = str(path)
-    try:
-        encoded = Path(path).read_bytes()
-    except OSError as error:
-        raise PluresError(f"{origin} cannot be read ({error.strerror}).") from error
-    picture = open_picture(encoded, origin)
-    if info.channels == 1 and not is_grey(picture):
-        raise PluresError(f"{origin} is a colour picture, but {info.name} holds grey ones: convert it to grey.")
+    picture = open_picture(read_file(path), origin)
+    changes = ["converted to grey"] if info.channels == 1 and not is_grey(picture) else []
     picture = decode(picture, info.channels, origin)
     if not info.resize and picture.size != (info.size, info.size):
-        raise PluresError(
-            f"{origin} has {picture.width} x {picture.height} pixels, but the pictures of {info.name} have "
-            f"{info.size} x {info.size}: resize it, or open the data with a size."
-        )
+        changes.append(f"brought from {picture.width} x {picture.height} to {info.size} x {info.size} pixels")
+    if changes:
+        log.warning("%s was %s, as the network needs it", visible(origin), " and ".join(changes))
     return to_pixels(centre(to_square(picture, info.cache_size), info.size)).copy()

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab.data import read_image
-from plures.lab.data.folder import EXTENSIONS
+from plures.lab.data.pictures import EXTENSIONS, pictures_below, reading
 from plures.lab.evaluation.evaluate import BATCH, device_of
 from plures.lab.runs.open import Run
 from plures.prediction import ABSTAINED
@@ -47,12 +47,15 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
     list(picture_files([Path("wren.png"), Path("photographs")]))
     """
     for path in paths:
-        if not path.is_dir():
-            yield path
+        try:
+            with reading(path):
+                found = pictures_below(path) if path.is_dir() else [path]
+        except PluresError as error:
+            yield Failure(visible(str(path)), str(error))
             continue
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
         if not found:
-            yield Failure(str(path), f"the folder {path} holds no pictures ({', '.join(sorted(EXTENSIONS))}).")
+            accepted = ", ".join(sorted(EXTENSIONS))
+            yield Failure(visible(str(path)), visible(f"the folder {path} holds no pictures ({accepted})"))
         yield from found
 
 
@@ -69,7 +72,7 @@ def predict_files(run: Run, paths: Sequence[Path], abstain_below: float | None) 
         try:
             waiting.append((path, read_image(path, run.info)))
         except PluresError as error:
-            yield Failure(str(path), str(error))
+            yield Failure(visible(str(path)), str(error))
         if len(waiting) == BATCH:
             yield from _predict(run, waiting, abstain_below)
             waiting = []
@@ -86,7 +89,7 @@ def _predict(run: Run, pictures: list[tuple[Path, np.ndarray]], abstain_below: f
     for row, (path, _) in enumerate(pictures):
         label = int(prediction.label[row])
         yield Answer(
-            file=str(path),
+            file=visible(str(path)),
             label=None if label == ABSTAINED else names[label],
             confidence=float(prediction.confidence[row]),
             epistemic=float(prediction.epistemic[row]),

@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 
 from plures import metrics
-from plures.lab.compare.rows import Row
 from plures.lab.data import Split
 from plures.lab.evaluation.evaluate import predictions
 from plures.lab.runs.folder import RunFolder
@@ -84,12 +83,11 @@ class Answers:
 class Detail:
     """Everything that the page shows of one run beyond its metrics.
 
-    detail = gather(row, data_dir=None, colour="#0072B2")
+    detail = gather("orthogonal-dropout", Path("runs/digits"), found, data_dir=None)
     detail.added[-1], detail.uncertain[0].votes
     """
 
     name: str
-    colour: str
     seed: int
     metrics: Mapping[str, Any]  # as in metrics.json
     alone: Calibration  # the members' answers, each for itself
@@ -109,12 +107,12 @@ class Detail:
         return len(self.same_label)
 
 
-def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
-    """Let the first run of a row answer the test images again, and keep what the page needs.
+def gather(name: str, folder: Path, found: Mapping[str, Any], data_dir: Path | None) -> Detail:
+    """Let a finished run answer the test images again, and keep what the page needs.
 
-    gather(row, data_dir=None, colour="#0072B2").added
+    gather("deep ensemble", Path("runs/digits"), read_metrics(Path("runs/digits/metrics.json")), data_dir=None)
     """
-    run = open_run(row.runs[0].path)
+    run = open_run(folder)
     test = run.data(data_dir).test
     members, targets = predictions(run.ensemble, test)
     mean = members.mean(0)
@@ -126,10 +124,9 @@ def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
     sure = confidence.argsort(descending=True, stable=True)
     pooled = members.flatten(0, 1), targets.repeat(len(members))
     return Detail(
-        name=row.name,
-        colour=colour,
+        name=name,
         seed=run.recipe.seed,
-        metrics=row.runs[0].metrics,
+        metrics=found,
         alone=Calibration(metrics.calibration_table(*pooled), _mean(metrics.ece(one, targets) for one in members)),
         together=Calibration(metrics.calibration_table(mean, targets), metrics.ece(mean, targets)),
         alone_nll=_mean(metrics.nll(one, targets) for one in members),
@@ -142,7 +139,7 @@ def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
         wrong=_answers(mean[~right], targets[~right]),
         uncertain=tuple(map(pictures.of, unsure[:PICTURES].tolist())),
         mistakes=tuple(map(pictures.of, sure[~right[sure]][:PICTURES].tolist())),
-        records=tuple(RunFolder(run.path).records()),
+        records=tuple(RunFolder(folder).records()),
     )
 
 
