@@ -21,11 +21,13 @@ from plures.lab.cli.main import main, parse
 from plures.lab.cli.one_run import Train
 from plures.lab.compare.rows import rows_of, train_command
 from plures.lab.compare.table import columns
+from plures.lab.looks import LOOKS, looks_of
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.report.gather import Answers, Detail, gather
 from plures.lab.report.page import AT_ONCE, render
+from plures.lab.report.summary import summary
 from plures.lab.runs.config import describe
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.training.train import train
@@ -81,7 +83,7 @@ def html(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def details(runs: Path) -> list[Detail]:
-    return [gather(row.name, row.runs[0].path, row.runs[0].metrics, None) for row in rows_of([runs])]
+    return [gather(row, None, "#0072B2") for row in rows_of([runs])]
 
 
 @dataclass
@@ -135,7 +137,7 @@ def test_every_section_is_there_and_listed_at_the_top(html: str) -> None:
 def test_the_table_shows_the_means_of_metrics_json(html: str, runs: Path) -> None:
     rows = {cells[0][1]: cells[1:] for cells in Page(html).rows[1:4]}
     assert set(rows) == {"deterministic", "orthogonal-dropout", "mc-dropout passes=12"}
-    titles = [text.rstrip(" ↑↓") for _, text in Page(html).rows[0]][1:]
+    titles = [text.rstrip("\N{NO-BREAK SPACE}↑↓") for _, text in Page(html).rows[0]][1:]
     folders = {
         "deterministic": [runs / "single"],
         "orthogonal-dropout": [runs / "deep" / "down" / "seed-0", runs / "deep" / "down" / "seed-1"],
@@ -372,3 +374,39 @@ def test_costs_that_cannot_be_kept_are_shown_all_the_same(
     assert not (runs / "single" / "costs.json").exists()
     titles = [text for _, text in Page(out.read_text(encoding="utf-8")).rows[0]]
     assert {"size", "prediction", "training epochs"} <= set(titles)
+
+
+def test_the_summary_says_what_the_chart_of_added_members_shows(details: list[Detail], runs: Path) -> None:
+    one = next(one for one in details if one.members > 1)
+    rows = rows_of([runs])
+
+    def said(*added: tuple[tuple[float, float], tuple[float, float]]) -> str:
+        ensembles = [replace(one, name=f"row {number}", added=pair) for number, pair in enumerate(added)]
+        return summary(rows, ensembles)[1]
+
+    assert "alone, helps in row 0: from the first" in said(((0.90, 0.3), (0.92, 0.2)))
+    assert "alone, improves accuracy, but not NLL, in row 0" in said(((0.90, 0.3), (0.92, 0.4)))
+    assert "alone, improves NLL, but not accuracy, in row 0" in said(((0.90, 0.3), (0.89, 0.2)))
+    assert "alone, does not help in row 0" in said(((0.90, 0.3), (0.89, 0.4)))
+    mixed = said(((0.90, 0.3), (0.92, 0.2)), ((0.90, 0.3), (0.92, 0.4)))
+    assert "helps in 1 of 2 ensembles, most in row 0: " in mixed
+    assert "It improves accuracy, but not NLL, in row 1: " in mixed
+    assert "NLL from 0.300 to 0.400" in mixed
+
+
+def test_rows_stand_in_the_order_of_the_paper_and_keep_their_colours(html: str) -> None:
+    assert [cells[0][1] for cells in Page(html).rows[1:4]] == [
+        "deterministic",
+        "mc-dropout passes=12",
+        "orthogonal-dropout",
+    ]
+    assert f'style="--look:{LOOKS["orthogonal-dropout"].colour}"></i>orthogonal-dropout' in html
+    assert "http" not in html.partition("</style>")[0]
+
+
+def test_every_name_has_a_look_of_its_own() -> None:
+    names = ["mimo", "mine", *(f"mine {number}" for number in range(40)), "deep-ensemble"]
+    looks = looks_of(names)
+    assert list(looks) == names
+    assert len(set(looks.values())) == len(names)
+    assert (looks["mimo"], looks["deep-ensemble"]) == (LOOKS["mimo"], LOOKS["deep-ensemble"])

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from plures.lab.compare.rows import rows_of
+from plures.lab.compare.rows import Row, rows_of
+from plures.lab.paper.published import Published
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
+from plures.lab.timing.costs import Costs
 from plures.lab.training.train import train
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -38,7 +40,7 @@ Browser = Any  # selenium brings no types for what it answers
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Row]]:
     folder = tmp_path_factory.mktemp("report")
     epochs = Epochs(pretrain=2, prune=1, finetune=2, train=2)
     recipe = replace(get_recipe("digits"), width=32, limit=200, validation=50, members=3, epochs=epochs)
@@ -46,10 +48,24 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         patch.setenv("PLURES_CACHE", str(folder / "cache"))
         for method in ("orthogonal-dropout", "deterministic"):
             train(recipe, method, folder / "runs" / method)
-        out = write_report(
-            rows_of([folder / "runs"]), folder / "report.html", data_dir=None, command="plures report runs"
-        )
-    return out.as_uri()
+        yield rows_of([folder / "runs"])
+
+
+@pytest.fixture(scope="module")
+def page(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    return write_report(rows, out, data_dir=None, command="plures report runs").as_uri()
+
+
+@pytest.fixture(scope="module")
+def crowded(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All columns that a table can have, and two seeds."""
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    full = [
+        replace(row, runs=(row.runs[0],) * 2, costs=Costs(1.083, 29.8, 1312.0), paper=Published(0.951, 0.157, 0.0082))
+        for row in rows
+    ]
+    return write_report(full, out, data_dir=None, command="plures report runs").as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +140,16 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser) -> None:
     browser.execute_script("document.querySelectorAll('details').forEach(one => { one.open = true })")
     long_names = "document.querySelectorAll('.picture b').forEach(one => { one.textContent = 'Nuthatch'.repeat(9) })"
     browser.execute_script(long_names)
+    assert overflow(browser) == 0
+
+
+def test_a_full_table_fits_a_laptop(browser: Browser, crowded: str) -> None:
+    size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(crowded)
+    assert len(browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")) == 13
+    box = browser.find_element(By.CSS_SELECTOR, "#table .scroll")
+    assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", box)
     assert overflow(browser) == 0
 
 

@@ -1,7 +1,6 @@
 """What the figures have in common: looks, axes that may be broken, and files."""
 
 import io
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
-from plures.errors import PluresError
+from plures import files
+from plures.lab.looks import Look
 
 WIDTH = 7.0  # inches: a printed page between its margins
 DPI = 200
@@ -31,21 +31,6 @@ INK = "#222222"
 TICKS = 5
 STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten
 STRIP, GAP = 0.2, 0.08  # heights of the strip beyond a broken axis and of the break, relative to the panel
-
-Look = tuple[str, str]  # a colour and a marker
-
-# Okabe and Ito's colours, which the colour-blind tell apart, with wine and grey for black and yellow; and markers.
-# A method looks the same in every figure, and a name that is not listed gets a look that the others leave free.
-LOOKS: dict[str, Look] = {
-    "orthogonal-dropout": ("#D55E00", "o"),
-    "deep-ensemble": ("#0072B2", "s"),
-    "masksembles": ("#009E73", "^"),
-    "mimo": ("#CC79A7", "D"),
-    "mc-dropout": ("#56B4E9", "v"),
-    "batch-ensemble": ("#E69F00", "<"),
-    "packed-ensemble": ("#882255", ">"),
-    "deterministic": ("#7F7F7F", "p"),
-}
 
 RULES: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
@@ -72,7 +57,7 @@ RULES: dict[Any, Any] = {
 class Mark:
     """A value of the paper, to be drawn hollow.
 
-    Mark(x=0, y=93.9, look=LOOKS["mimo"])
+    Mark(x=0, y=93.9, look=Look("#CC79A7", "D"))
     """
 
     x: float
@@ -141,7 +126,7 @@ def solid(look: Look) -> dict[str, Any]:
 
     axes.plot(x, y, **solid(look))
     """
-    return {"color": look[0], "marker": look[1], "markersize": 5, "markeredgewidth": 0, "linewidth": 1.4}
+    return {"color": look.colour, "marker": look.marker, "markersize": 5, "markeredgewidth": 0, "linewidth": 1.4}
 
 
 def hollow(look: Look) -> dict[str, Any]:
@@ -149,8 +134,8 @@ def hollow(look: Look) -> dict[str, Any]:
 
     axes.plot(x, y, **hollow(look))
     """
-    edge = {"markeredgecolor": look[0], "markeredgewidth": 1.3, "markerfacecolor": "white"}
-    return {"linestyle": "none", "marker": look[1], "markersize": 6.5, **edge}
+    edge = {"markeredgecolor": look.colour, "markeredgewidth": 1.3, "markerfacecolor": "white"}
+    return {"linestyle": "none", "marker": look.marker, "markersize": 6.5, **edge}
 
 
 def finish(figure: Figure, handles: Sequence[Artist], inches: float) -> None:
@@ -167,32 +152,20 @@ def finish(figure: Figure, handles: Sequence[Artist], inches: float) -> None:
     figure.set_size_inches(WIDTH, inches + 0.19 * lines)
 
 
-def looks_of(names: Iterable[str]) -> dict[str, Look]:
-    """Give every name, in the order of appearance, a colour and a marker.
-
-    looks_of(["mimo", "my-method"])["mimo"]
-    """
-    unique = list(dict.fromkeys(names))
-    free = itertools.cycle([look for name, look in LOOKS.items() if name not in unique] or list(LOOKS.values()))
-    return {name: LOOKS[name] if name in LOOKS else next(free) for name in unique}
-
-
 def known(values: Iterable[float | None]) -> list[float]:
-    """
+    """Leave out what could not be computed.
+
     >>> known([0.5, None, math.nan])
     [0.5]
-
-    Leave out what could not be computed.
     """
     return [float(value) for value in values if value is not None and math.isfinite(value)]
 
 
 def percent(values: Iterable[float | None]) -> list[float]:
-    """
+    """Write known fractions in percent.
+
     >>> percent([0.5, None])
     [50.0]
-
-    Write known fractions in percent.
     """
     return [100 * value for value in known(values)]
 
@@ -245,15 +218,8 @@ def save_figure(figure: Figure, stem: Path) -> list[Path]:
     ConstrainedLayoutEngine().execute(figure)  # once, for all files
     paths = []
     for suffix, undated in FILES.items():
-        path = stem.with_name(stem.name + suffix)
+        paths.append(stem.with_name(stem.name + suffix))
         contents = io.BytesIO()
         figure.savefig(contents, format=suffix[1:], dpi=DPI, metadata=undated)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(f".{path.name}.part")
-            beside.write_bytes(contents.getvalue())
-            beside.replace(path)
-        except OSError as error:
-            raise PluresError(f"cannot write the figure {path}: {error.strerror}; choose another folder") from error
-        paths.append(path)
+        files.write(paths[-1], contents.getvalue())
     return paths

@@ -6,7 +6,7 @@ from pathlib import Path
 from plures.lab.compare.jobs import Comparison
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.evaluation.evaluate import predictions, scores
-from plures.lab.paper.figures import BarPanel, Bars, LinePanel, Point, Series, against_members, member_bars, published
+from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
 from plures.lab.paper.published import TABLE1, TABLE3, paper_data, paper_members
 from plures.lab.runs.open import open_run
 
@@ -19,11 +19,11 @@ def draw(
     draw("figure1", [(comparison, rows)], Path("results/figure1-cpu"), data_dir)
     """
     if target == "figure1":
-        return member_bars([_bars(comparison, rows) for comparison, rows in tables], stem)
-    return against_members([_lines(comparison, rows, data_dir) for comparison, rows in tables], stem)
+        return member_bars({comparison.name: _bars(comparison, rows) for comparison, rows in tables}, stem)
+    return against_members({comparison.name: _lines(comparison, rows, data_dir) for comparison, rows in tables}, stem)
 
 
-def _bars(comparison: Comparison, rows: Sequence[Row]) -> BarPanel:
+def _bars(comparison: Comparison, rows: Sequence[Row]) -> list[Bars]:
     paper = TABLE3.get(paper_data(comparison.recipe.data), {})
     # The ablation calls the usual form by its parts.
     full = {"orthogonal-dropout": "orthogonal-dropout + MO + FC"}
@@ -33,10 +33,10 @@ def _bars(comparison: Comparison, rows: Sequence[Row]) -> BarPanel:
         members = tuple(tuple(run.metrics["member_accuracies"]) for run in row.runs)
         ensemble = tuple(row.values("accuracy"))
         groups.append(Bars(row.name, members, ensemble, known.member_accuracy if known else None))
-    return BarPanel(comparison.name, tuple(groups))
+    return groups
 
 
-def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> LinePanel:
+def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:
     """Put rows of one method together; of a deep ensemble, its first members are an ensemble of that many."""
     points: dict[str, list[Point]] = {}
     for row in rows:
@@ -52,9 +52,9 @@ def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -
     series = []
     for name, found in points.items():
         row_of_paper = known.get(name)
-        paper = () if row_of_paper is None else (published(paper_members(name, wide=False), row_of_paper),)
+        paper = () if row_of_paper is None else (Point.published(paper_members(name, wide=False), row_of_paper),)
         series.append(Series(name, tuple(found), paper))
-    return LinePanel(comparison.name, tuple(series))
+    return series
 
 
 def _first_members(runs: Sequence[Finished], data_dir: Path | None) -> list[Point]:

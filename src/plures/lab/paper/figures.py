@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -15,20 +16,19 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures.errors import PluresError
+from plures.lab.looks import Look, looks_of
 from plures.lab.paper.canvas import (
     BARS,
     INK,
     STEPS,
     TICKS,
     WIDTH,
-    Look,
     Mark,
     around,
     finish,
     hollow,
     inches_of,
     known,
-    looks_of,
     open_axes,
     own_rules,
     percent,
@@ -55,17 +55,6 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class BarPanel:
-    """The methods on one data set.
-
-    BarPanel("CIFAR10", (Bars("deterministic", ((0.93,),), (0.93,)),))
-    """
-
-    title: str
-    groups: tuple[Bars, ...]
-
-
-@dataclass(frozen=True)
 class Point:
     """The scores of an ensemble of so many members, one value per seed.
 
@@ -79,12 +68,17 @@ class Point:
     nll: tuple[float | None, ...]
     ece: tuple[float | None, ...]
 
+    @classmethod
+    def published(cls, members: int, row: Published) -> "Point":
+        """Make a point of a row of the paper's tables."""
+        return cls(members, (row.accuracy,), (row.nll,), (row.ece,))
+
 
 @dataclass(frozen=True)
 class Series:
     """One method with several numbers of members, and what the paper reports of it.
 
-    Series("mimo", (Point(2, (0.94,), (0.2,), (0.02,)),), paper=(published(2, TABLE1["cifar10"]["mimo"]),))
+    Series("mimo", (Point(2, (0.94,), (0.2,), (0.02,)),), paper=(Point.published(2, TABLE1["cifar10"]["mimo"]),))
     """
 
     name: str
@@ -92,27 +86,7 @@ class Series:
     paper: tuple[Point, ...] = ()
 
 
-@dataclass(frozen=True)
-class LinePanel:
-    """The methods on one data set.
-
-    LinePanel("CIFAR10", (Series("deep-ensemble", points), Series("orthogonal-dropout", others)))
-    """
-
-    title: str
-    series: tuple[Series, ...]
-
-
-def published(members: int, row: Published) -> Point:
-    """
-    >>> published(5, Published(0.951, 0.157, 0.0082)).nll
-    (0.157,)
-
-    Make a point of a row of the paper's tables.
-    """
-    return Point(members, (row.accuracy,), (row.nll,), (row.ece,))
-
-
+Item = TypeVar("Item", Bars, Series)
 Pick = Callable[[Point], list[float]]
 SCORES: dict[str, Pick] = {
     "accuracy in %\nhigher is better": lambda point: percent(point.accuracy),
@@ -121,63 +95,61 @@ SCORES: dict[str, Pick] = {
 }
 
 
-def member_bars(panels: Sequence[BarPanel], stem: Path) -> list[Path]:
+def member_bars(panels: Mapping[str, Sequence[Bars]], stem: Path) -> list[Path]:
     """Draw figure 1, the accuracy of each member, as PDF, PNG and SVG; return their paths.
 
-        member_bars([BarPanel("CIFAR10", groups)], Path("docs/figure1"))
+        member_bars({"CIFAR10": groups}, Path("docs/figure1"))
 
     The ensemble is a line above its members, the paper's mean member a hollow marker. Over several seeds, bars and
     lines are means, with one standard deviation around them. More than ten members become a box of quartiles and range.
     """
-    _check("member_bars", [panel.groups for panel in panels])
+    every = _every("member_bars", panels)
     with own_rules():
-        few = max(len(panel.groups) for panel in panels) <= 3
+        few = max(map(len, panels.values())) <= 3
         columns = 2 if few and len(panels) > 1 else 1
         rows = math.ceil(len(panels) / columns)
         figure = Figure()
-        looks = looks_of(group.name for panel in panels for group in panel.groups)
-        for index, panel in enumerate(panels):
+        looks = looks_of(group.name for group in every)
+        for index, (title, groups) in enumerate(panels.items()):
             host = figure.add_subplot(rows, columns, index + 1)
-            host.set_title(panel.title, fontweight="bold")
-            _bar_panel(host, panel, looks, inches=WIDTH / columns - 0.75)
-        finish(figure, _bar_legend([group for panel in panels for group in panel.groups]), rows * 2.9)
+            host.set_title(title, fontweight="bold")
+            _bar_panel(host, groups, looks, inches=WIDTH / columns - 0.75)
+        finish(figure, _bar_legend(every), rows * 2.9)
         return save_figure(figure, stem)
 
 
-def against_members(panels: Sequence[LinePanel], stem: Path) -> list[Path]:
+def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[Path]:
     """Draw figures 2 and 3, scores against the number of members, as PDF, PNG and SVG; return their paths.
 
-        against_members([LinePanel("CIFAR10", series), LinePanel("CIFAR100", others)], Path("docs/figure2"))
+        against_members({"CIFAR10": series, "CIFAR100": others}, Path("docs/figure2"))
 
     One row per data set; lines are means over seeds, the bands around them one standard deviation, and the paper's
     values hollow markers, in a strip of its own scale where they lie far from ours.
     """
-    _check("against_members", [panel.series for panel in panels])
+    every = _every("against_members", panels)
     with own_rules():
         figure = Figure()
-        looks = looks_of(series.name for panel in panels for series in panel.series)
-        for row, panel in enumerate(panels):
+        looks = looks_of(series.name for series in every)
+        for row, (title, own) in enumerate(panels.items()):
             for column, (heading, pick) in enumerate(SCORES.items()):
                 host = figure.add_subplot(len(panels), len(SCORES), row * len(SCORES) + column + 1)
-                axes, lowest = _line_panel(host, panel, pick, looks)
+                axes, lowest = _line_panel(host, own, pick, looks)
                 if row == 0:
                     host.set_title(heading)
                 if row == len(panels) - 1:
                     lowest.set_xlabel("members")
                 if column == 0:
-                    axes.set_ylabel(panel.title, fontweight="bold")
-        handles = _line_legend([series for panel in panels for series in panel.series], looks)
-        finish(figure, handles, len(panels) * 2.4 + 0.3)
+                    axes.set_ylabel(title, fontweight="bold")
+        finish(figure, _line_legend(every, looks), len(panels) * 2.4 + 0.3)
         return save_figure(figure, stem)
 
 
 # Bars
 
 
-def _bar_panel(host: Axes, panel: BarPanel, looks: Mapping[str, Look], inches: float) -> None:
-    groups = panel.groups
+def _bar_panel(host: Axes, groups: Sequence[Bars], looks: Mapping[str, Look], inches: float) -> None:
     ours = [value for group in groups for value in _extent(group)]
-    marks = [Mark(x, y, (INK, "D")) for x, group in enumerate(groups) for y in percent([group.paper])]
+    marks = [Mark(x, y, Look(INK, "D")) for x, group in enumerate(groups) for y in percent([group.paper])]
     axes, lowest = open_axes(host, [*ours, *_floor(ours)], marks)
     axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
     start = max(0.0, float(MaxNLocator(TICKS, steps=STEPS).tick_values(*axes.get_ylim())[0]))
@@ -186,7 +158,7 @@ def _bar_panel(host: Axes, panel: BarPanel, looks: Mapping[str, Look], inches: f
     inch = len(groups) / inches  # on the x axis, where methods lie at 0, 1, 2 ...
     most = max((len(_by_member(group)) for group in groups if len(_by_member(group)) <= BARS), default=1)
     for x, group in enumerate(groups):
-        _bar_group(axes, x, group, looks[group.name][0], inch, width=min(0.8 / max(most, 1), 0.3 * inch))
+        _bar_group(axes, x, group, looks[group.name].colour, inch, width=min(0.8 / max(most, 1), 0.3 * inch))
     lowest.tick_params(axis="x", length=0)
     _name_groups(lowest, groups, inches)
 
@@ -287,22 +259,22 @@ def _bar_legend(groups: Sequence[Bars]) -> list[Artist]:
     if label := _deviation_label([len(group.members) for group in groups]):
         handles.append(Line2D([], [], color=INK, linestyle="none", marker="|", markersize=9, label=label))
     if any(known([group.paper]) for group in groups):
-        handles.append(Line2D([], [], **hollow((INK, "D")), label="paper: mean member"))
+        handles.append(Line2D([], [], **hollow(Look(INK, "D")), label="paper: mean member"))
     return handles
 
 
 # Lines
 
 
-def _line_panel(host: Axes, panel: LinePanel, pick: Pick, looks: Mapping[str, Look]) -> tuple[Axes, Axes]:
-    counts = {point.members for series in panel.series for point in (*series.points, *series.paper)}
+def _line_panel(host: Axes, every: Sequence[Series], pick: Pick, looks: Mapping[str, Look]) -> tuple[Axes, Axes]:
+    counts = {point.members for series in every for point in (*series.points, *series.paper)}
     start, end = min(counts, default=0), max(counts, default=1)
-    ours = [value for series in panel.series for point in series.points for value in around(pick(point))]
-    marks = _line_marks(panel, pick, looks, aside=0.045 * (end - start + 1))
+    ours = [value for series in every for point in series.points for value in around(pick(point))]
+    marks = _line_marks(every, pick, looks, aside=0.045 * (end - start + 1))
     axes, lowest = open_axes(host, ours, marks)
     if not ours and not marks:
         return axes, lowest
-    for series in panel.series:
+    for series in every:
         _line(axes, [(point.members, pick(point)) for point in series.points if pick(point)], looks[series.name])
     margin = max(0.5, 0.04 * (end - start))
     axes.set_xlim(start - margin, end + margin)
@@ -313,10 +285,10 @@ def _line_panel(host: Axes, panel: LinePanel, pick: Pick, looks: Mapping[str, Lo
     return axes, lowest
 
 
-def _line_marks(panel: LinePanel, pick: Pick, looks: Mapping[str, Look], aside: float) -> list[Mark]:
+def _line_marks(every: Sequence[Series], pick: Pick, looks: Mapping[str, Look], aside: float) -> list[Mark]:
     """The paper's values; those of ensembles of one size stand side by side, where equal ones would hide each other."""
     marks = []
-    known = [(point.members, y, series.name) for series in panel.series for point in series.paper for y in pick(point)]
+    known = [(point.members, y, series.name) for series in every for point in series.paper for y in pick(point)]
     for members in {members for members, _, _ in known}:
         same = [(y, looks[name]) for count, y, name in known if count == members]
         marks += [Mark(members + (i - (len(same) - 1) / 2) * aside, y, look) for i, (y, look) in enumerate(same)]
@@ -330,11 +302,11 @@ def _line(axes: Axes, points: Sequence[tuple[int, list[float]]], look: Look) -> 
     deviation = [spread(values)[1] for _, values in points]
     axes.plot(x, mean, **solid(look))
     if len(points) == 1 and any(deviation):
-        axes.errorbar(x, mean, deviation, color=look[0], linewidth=0.9, capsize=2)
+        axes.errorbar(x, mean, deviation, color=look.colour, linewidth=0.9, capsize=2)
     elif any(deviation):
         low = [m - d for m, d in zip(mean, deviation, strict=True)]
         high = [m + d for m, d in zip(mean, deviation, strict=True)]
-        axes.fill_between(x, low, high, color=look[0], alpha=0.18, linewidth=0)
+        axes.fill_between(x, low, high, color=look.colour, alpha=0.18, linewidth=0)
 
 
 def _line_legend(series: Sequence[Series], looks: Mapping[str, Look]) -> list[Artist]:
@@ -342,7 +314,7 @@ def _line_legend(series: Sequence[Series], looks: Mapping[str, Look]) -> list[Ar
     if label := _deviation_label([len(point.accuracy) for one in series for point in one.points]):
         handles.append(Patch(facecolor=INK, alpha=0.18, label=label))
     if any(one.paper for one in series):
-        handles.append(Line2D([], [], **hollow((INK, "o")), label="paper (hollow)"))
+        handles.append(Line2D([], [], **hollow(Look(INK, "o")), label="paper (hollow)"))
     return handles
 
 
@@ -357,6 +329,8 @@ def _deviation_label(seeds: Sequence[int]) -> str:
     return f"± one standard deviation, {seeds[0]} seeds" if len(set(seeds)) == 1 else "± one standard deviation"
 
 
-def _check(figure: str, methods: Sequence[Sequence[object]]) -> None:
-    if not any(methods):
+def _every(figure: str, panels: Mapping[str, Sequence[Item]]) -> list[Item]:
+    every = [item for panel in panels.values() for item in panel]
+    if not every:
         raise PluresError(f"{figure} was given nothing to draw: give it panels, one per data set, with methods in them")
+    return every

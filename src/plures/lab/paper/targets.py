@@ -9,6 +9,7 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Variant
 from plures.lab.compare.rows import Row
 from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
+from plures.lab.looks import LOOKS
 from plures.lab.paper.published import (
     FROM_MIMO_PAPER,
     MC_DROPOUT_NOTE,
@@ -40,17 +41,6 @@ CIFARS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu
 
 SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
 
-# In the order of the paper; packed ensembles came later.
-METHODS = (
-    "deterministic",
-    "mc-dropout",
-    "batch-ensemble",
-    "mimo",
-    "masksembles",
-    "packed-ensemble",
-    "orthogonal-dropout",
-    "deep-ensemble",
-)
 LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs where a deep ensemble has 200
 ABLATION = (
     Variant("mc-dropout"),
@@ -144,16 +134,16 @@ def _with_members(method: str, count: int, recipe: str) -> Variant:
 
 
 def _methods(recipe: str) -> tuple[Variant, ...]:
-    return tuple(Variant(method) for method in METHODS)
+    return tuple(Variant(method) for method in LOOKS)
 
 
 def _methods_wide(recipe: str) -> tuple[Variant, ...]:
     # A wide network has room for a third image at once: so the MIMO paper uses it.
-    return tuple(Variant(one, members=3) if one == "mimo" else Variant(one) for one in METHODS)
+    return tuple(Variant(one, members=3) if one == "mimo" else Variant(one) for one in LOOKS)
 
 
 def _methods_with_members(recipe: str) -> tuple[Variant, ...]:
-    return tuple(Variant(one) for one in METHODS if one not in ("deterministic", "mc-dropout"))
+    return tuple(Variant(one) for one in LOOKS if one not in ("deterministic", "mc-dropout"))
 
 
 TARGETS = {

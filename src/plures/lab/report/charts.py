@@ -76,13 +76,13 @@ def added_members(detail: Detail, others: Sequence[Detail], accuracy: Range, nll
     drawing = Drawing(WIDTH, 176)
     last = detail.members
     for place, (title, limits) in enumerate([("accuracy", accuracy), ("NLL", nll)]):
-        ticks = percent_ticks(limits) if place == 0 else _decimal_ticks(limits)
+        ticks = percent_ticks(limits) if place == 0 else [(value, f"{value:g}") for value in _ticks_within(limits)]
         panel = Panel(drawing, 38 + 182 * place, 22, 134, 116, (1, last), limits)
         panel.axes(whole_ticks(1, last), ticks, title=title, x_title="members")
         for other in [*(one for one in others if one is not detail), detail]:
             values = [pair[place] for pair in other.added[:last]]
             points = [(panel.px(number), panel.py(value)) for number, value in enumerate(values, 1)]
-            drawing.line(points, "curve" if other is detail else "behind")
+            drawing.line(points, "curve" if other is detail else "behind", f"--look:{other.colour}")
         drawing.circle(*points[-1], 3, "dot", f"{title} of all {last} members: {values[-1]:.4f}")
     return drawing.markup(says)
 
@@ -103,10 +103,10 @@ def agreement_matrix(detail: Detail, low: float, says: str) -> Markup:
         for column in (other for other in range(count) if other != row):
             x, y, value = left + side * column, top + side * row, float(detail.same_label[row, column])
             depth = (value - low) / (1 - low) if low < 1 else 1.0
-            drawing.rectangle(x, y, side, side, "cell", style=f"fill-opacity:{0.08 + 0.84 * depth:.2f}")
+            drawing.rectangle(x, y, side, side, "cell", style=f"fill-opacity:{0.08 + 0.4 * depth:.2f}")
             if count <= FEW:
                 words = f"{100 * value:.{1 if side > 30 else 0}f}"
-                drawing.text(x + side / 2, y + side / 2 + 4, words, "on" if depth > 0.5 else "", "middle")
+                drawing.text(x + side / 2, y + side / 2 + 4, words, anchor="middle")
     return drawing.markup(says)
 
 
@@ -175,7 +175,7 @@ def _member_lines(drawing: Drawing, panel: Panel, values: Sequence[tuple[Record,
     members = list(dict.fromkeys(record["member"] for record, _ in values))
     for place, member in enumerate(members, 1):
         points = [(panel.px(one["epoch"]), panel.py(value)) for one, value in values if one["member"] == member]
-        style = f"--late:{100 * place / len(members):.0f}%" if len(members) > 1 else ""
+        style = f"--late:{35 + 65 * place / len(members):.0f}%" if len(members) > 1 else ""
         drawing.line(points, "member", style)
         drawing.circle(*points[-1], 1.7, "end", style=style)
 
@@ -191,30 +191,28 @@ def accuracy_key(detail: Detail) -> tuple[str, str]:
 
 
 def limits_of(values: Sequence[float], most: int = 4) -> Range:
-    """
+    """Choose round ends for an axis.
+
     >>> limits_of([0.931, 0.968])
     (0.93, 0.97)
-
-    Choose round ends for an axis.
     """
     ticks = nice_ticks(min(values), max(values), most)
     return ticks[0], ticks[-1]
 
 
 def percent_ticks(limits: Range) -> list[Tick]:
-    """
-    >>> percent_ticks((0.9, 1.0))
-    [(0.9, '90 %'), (0.95, '95 %'), (1.0, '100 %')]
+    """Choose ticks of an axis of fractions.
 
-    Choose ticks of an axis of fractions.
+    >>> percent_ticks((0.75, 1.0))
+    [(0.8, '80 %'), (0.9, '90 %'), (1.0, '100 %')]
     """
-    values = nice_ticks(*limits, most=4)
+    values = _ticks_within(limits)
     digits = 0 if all(abs(100 * value - round(100 * value)) < 1e-6 for value in values) else 1
-    return [(value, f"{100 * value:.{digits}f} %") for value in values if value <= limits[1] + 1e-9]
+    return [(value, f"{100 * value:.{digits}f} %") for value in values]
 
 
-def _decimal_ticks(limits: Range) -> list[Tick]:
-    return [(value, f"{value:g}") for value in nice_ticks(*limits, most=4) if value <= limits[1] + 1e-9]
+def _ticks_within(limits: Range) -> list[float]:
+    return [value for value in nice_ticks(*limits, most=4) if limits[0] - 1e-9 <= value <= limits[1] + 1e-9]
 
 
 def _percent_axis(values: Sequence[float]) -> tuple[Range, list[Tick]]:

@@ -102,11 +102,10 @@ class Panel:
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """
+    """Choose round numbers that cover a range, both ends included.
+
     >>> nice_ticks(0.92, 0.97)
     [0.92, 0.93, 0.94, 0.95, 0.96, 0.97]
-
-    Choose round numbers that cover a range, both ends included.
     """
     if high <= low:
         low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
@@ -118,11 +117,10 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def whole_ticks(first: int, last: int, most: int = 6) -> list[Tick]:
-    """
+    """Choose whole numbers, evenly and not too many, beginning with the first.
+
     >>> whole_ticks(1, 30)
     [(1, '1'), (5, '5'), (10, '10'), (15, '15'), (20, '20'), (25, '25'), (30, '30')]
-
-    Choose whole numbers, evenly and not too many, beginning with the first.
     """
     step = next(step for step in (1, 2, 5, 10, 20, 25, 50, 100, 10**9) if (last - first) / step <= most)
     numbers = [first, *(number for number in range(first // step * step, last + 1, step) if number > first)]

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from plures import metrics
+from plures.lab.compare.rows import Row
 from plures.lab.data import Split
 from plures.lab.evaluation.evaluate import predictions
 from plures.lab.runs.folder import RunFolder
@@ -83,11 +84,12 @@ class Answers:
 class Detail:
     """Everything that the page shows of one run beyond its metrics.
 
-    detail = gather("orthogonal-dropout", Path("runs/digits"), found, data_dir=None)
+    detail = gather(row, data_dir=None, colour="#0072B2")
     detail.added[-1], detail.uncertain[0].votes
     """
 
     name: str
+    colour: str
     seed: int
     metrics: Mapping[str, Any]  # as in metrics.json
     alone: Calibration  # the members' answers, each for itself
@@ -107,12 +109,12 @@ class Detail:
         return len(self.same_label)
 
 
-def gather(name: str, folder: Path, found: Mapping[str, Any], data_dir: Path | None) -> Detail:
-    """Let a finished run answer the test images again, and keep what the page needs.
+def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
+    """Let the first run of a row answer the test images again, and keep what the page needs.
 
-    gather("deep ensemble", Path("runs/digits"), read_metrics(Path("runs/digits/metrics.json")), data_dir=None)
+    gather(row, data_dir=None, colour="#0072B2").added
     """
-    run = open_run(folder)
+    run = open_run(row.runs[0].path)
     test = run.data(data_dir).test
     members, targets = predictions(run.ensemble, test)
     mean = members.mean(0)
@@ -124,9 +126,10 @@ def gather(name: str, folder: Path, found: Mapping[str, Any], data_dir: Path | N
     sure = confidence.argsort(descending=True, stable=True)
     pooled = members.flatten(0, 1), targets.repeat(len(members))
     return Detail(
-        name=name,
+        name=row.name,
+        colour=colour,
         seed=run.recipe.seed,
-        metrics=found,
+        metrics=row.runs[0].metrics,
         alone=Calibration(metrics.calibration_table(*pooled), _mean(metrics.ece(one, targets) for one in members)),
         together=Calibration(metrics.calibration_table(mean, targets), metrics.ece(mean, targets)),
         alone_nll=_mean(metrics.nll(one, targets) for one in members),
@@ -139,7 +142,7 @@ def gather(name: str, folder: Path, found: Mapping[str, Any], data_dir: Path | N
         wrong=_answers(mean[~right], targets[~right]),
         uncertain=tuple(map(pictures.of, unsure[:PICTURES].tolist())),
         mistakes=tuple(map(pictures.of, sure[~right[sure]][:PICTURES].tolist())),
-        records=tuple(RunFolder(folder).records()),
+        records=tuple(RunFolder(run.path).records()),
     )
 
 

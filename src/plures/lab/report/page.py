@@ -1,4 +1,4 @@
-"""From rows and details to HTML."""
+"""From the rows of a comparison to one HTML file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,10 +7,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from plures import files
+from plures.errors import PluresError
 from plures.lab.compare.rows import Row
 from plures.lab.compare.table import columns
+from plures.lab.looks import looks_of, place_of
 from plures.lab.report.charts import FEW
-from plures.lab.report.gather import Detail
+from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import sections, training
 from plures.lab.report.summary import headlines, summary, title_of
 from plures.lab.tables import figure
@@ -19,6 +22,25 @@ AT_ONCE = 9  # charts that a section shows before it asks whether to show more
 OPEN = 3  # rows whose pictures and commands are unfolded from the start
 LONG = 12  # letters of a class name that need a wider column
 SMALL = 48  # pixels per side below which an image is enlarged without blur
+
+
+def write_report(rows: Sequence[Row], out: Path, *, data_dir: Path | None, command: str) -> Path:
+    """Write one HTML file about the rows of a comparison, and return its path.
+
+        rows = with_costs(rows_of([Path("runs/digits")]))
+        write_report(rows, Path("report.html"), data_dir=None, command="plures report runs/digits")
+
+    The file needs nothing else: no network, no script, no picture beside it. Of runs that differ in the seed alone the
+    table shows mean and spread, and the charts the first one. `command` is told as the way to make the page again.
+    """
+    rows = sorted((row for row in rows if row.runs), key=lambda row: place_of(row.name))
+    looks = looks_of(row.name for row in rows)
+    html = render(rows, [gather(row, data_dir, looks[row.name].colour) for row in rows], command)
+    try:
+        files.write(out, html.encode())
+    except PluresError as error:
+        raise PluresError(f"{error}; name another file with --out") from error
+    return out
 
 
 def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
@@ -42,7 +64,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
         summary=summary(rows, details),
         headlines=headlines(rows, details),
         rows=rows,
-        several_seeds=any(len(row.runs) > 1 for row in rows),
+        seeds=sorted({len(row.runs) for row in rows}),
         columns=columns(rows),
         best={column.title: column.stressed(rows) for column in columns(rows)},
         costs_known=any(row.costs for row in rows),

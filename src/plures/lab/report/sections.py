@@ -14,10 +14,11 @@ from plures.lab.tables import figure, percent
 class Figure:
     """A chart of one row and what it shows.
 
-    Figure("deep-ensemble", svg, "Accuracy rises from 94.0 % to 95.6 %.")
+    Figure("deep-ensemble", "#0072B2", svg, "Accuracy rises from 94.0 % to 95.6 %.")
     """
 
     title: str
+    colour: str
     chart: Markup | None  # None: there is nothing to draw, and `says` tells why
     says: str
 
@@ -119,13 +120,10 @@ def _member_bars(details: Sequence[Detail]) -> Section:
 
 def _added_members(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Section:
     def says(one: Detail) -> str:
-        (accuracy, nll), (last_accuracy, last_nll) = one.added[0], one.added[-1]
         if one.members == 1:
             return "There is one network only: nothing to add."
-        return (
-            f"From the first member to all {one.members}, accuracy goes from {percent(accuracy)} to "
-            f"{percent(last_accuracy)} and NLL from {figure(nll)} to {figure(last_nll)}."
-        )
+        change = added_change(one)
+        return f"{change[0].upper()}{change[1:]}."
 
     def draw(one: Detail, words: str) -> Markup | None:
         if one.members == 1:
@@ -191,10 +189,22 @@ def _histograms(details: Sequence[Detail]) -> Section:
     )
 
 
+def added_change(one: Detail) -> str:
+    """Say what all members bring over the first one.
+
+    added_change(detail)  # 'from the first member to all 5, accuracy goes from ...'
+    """
+    (accuracy, nll), (last_accuracy, last_nll) = one.added[0], one.added[-1]
+    return (
+        f"from the first member to all {one.members}, accuracy goes from {percent(accuracy)} to "
+        f"{percent(last_accuracy)} and NLL from {figure(nll)} to {figure(last_nll)}"
+    )
+
+
 def _figures(
     details: Sequence[Detail], says: Callable[[Detail], str], draw: Callable[[Detail, str], Markup | None]
 ) -> list[Figure]:
-    return [Figure(one.name, draw(one, says(one)), says(one)) for one in details]
+    return [Figure(one.name, one.colour, draw(one, says(one)), says(one)) for one in details]
 
 
 def _between(values: Sequence[float]) -> str:

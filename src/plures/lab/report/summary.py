@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from plures.lab.compare.rows import Row
 from plures.lab.compare.table import columns
 from plures.lab.report.gather import Detail
-from plures.lab.tables import figure, percent
+from plures.lab.report.sections import added_change
 
 # Columns whose numbers stand large at the top, with their short names.
 MEANINGS = {
@@ -71,22 +71,35 @@ def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
         found.append(Headline(f"{word} {short}" if several else short, value, meaning, whose))
     if len(rows) == 1 and details[0].members > 1:
         gain = details[0].metrics["accuracy"] - details[0].metrics["mean_member_accuracy"]
-        found.append(Headline("gain from ensembling", f"{100 * gain:+.1f}", "points of accuracy over one member"))
+        meaning = "points of accuracy over its members on average"
+        found.append(Headline("gain from ensembling", f"{100 * gain:+.1f}", meaning))
     return found
 
 
 def _gain(ensembles: Sequence[Detail]) -> list[str]:
-    """Tell what it brings to ask several members, where there are any."""
+    """Tell what all members bring over the first one, as the chart of added members shows it."""
     if not ensembles:
         return []
-    one = max(ensembles, key=lambda one: one.metrics["accuracy"] - one.metrics["mean_member_accuracy"])
-    pays = one.metrics["accuracy"] > one.metrics["mean_member_accuracy"]
-    most = ", the largest gain on this page" if len(ensembles) > 1 else ""
-    return [
-        f"Asking several members {'pays' if pays else 'does not pay here'}: those of {one.name} are right on "
-        f"{percent(one.metrics['mean_member_accuracy'])} each and on {percent(one.metrics['accuracy'])} together, and "
-        f"the NLL goes from {figure(one.alone_nll)} to {figure(one.metrics['nll'])} (seed {one.seed}{most})."
-    ]
+    ranked = sorted(ensembles, key=lambda one: one.added[-1][1] - one.added[0][1])  # by what the NLL gains
+    helped = [one for one in ranked if _verdict(one) == "helps"]
+    others = [one for one in ranked if one not in helped]
+    averaging = "Averaging all members, instead of using the first one alone,"
+    if len(ranked) == 1 or not helped:
+        return [f"{averaging} {_verdict(ranked[0])} in {_of(ranked[0])}."]
+    count = f"{len(helped)} of {len(ranked)}" if others else f"all {len(ranked)}"
+    but = f" It {_verdict(others[-1])} in {_of(others[-1])}." if others else ""
+    return [f"{averaging} helps in {count} ensembles, most in {_of(helped[0])}.{but}"]
+
+
+def _verdict(one: Detail) -> str:
+    (accuracy, nll), (last_accuracy, last_nll) = one.added[0], one.added[-1]
+    if last_nll < nll:
+        return "helps" if last_accuracy >= accuracy else "improves NLL, but not accuracy,"
+    return "improves accuracy, but not NLL," if last_accuracy > accuracy else "does not help"
+
+
+def _of(one: Detail) -> str:
+    return f"{one.name}: {added_change(one)} (seed {one.seed})"
 
 
 def _seeds(rows: Sequence[Row]) -> str:
