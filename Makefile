@@ -21,6 +21,11 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+memcheck:  ## the native kernels under AddressSanitizer, over random layers
+	$(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=8 -DNAME=kernels_portable \
+	    -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/library.c -o /tmp/plures-memcheck -lm
+	/tmp/plures-memcheck
+
 bench: $(READY)  ## ratios measured side by side in one run
 	$(BIN)/plures bench --full --out benchmarks
 

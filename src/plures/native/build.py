@@ -1,0 +1,103 @@
+"""Compile the library. Standard library only: the wheel's build hook runs this file before anything is installed."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+SOURCES = ("owned.h", "kernels.c", "library.c")
+FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
+
+
+class Level(NamedTuple):
+    """One set of instructions that the kernels are compiled for.
+
+    Level(lanes=8, flags=("-mavx2", "-mfma"))
+    """
+
+    lanes: int
+    flags: tuple[str, ...]
+
+
+LEVELS = {  # the best first
+    "avx512": Level(16, ("-mavx512f", "-mfma")),
+    "avx2": Level(8, ("-mavx2", "-mfma")),
+    "portable": Level(4, ()),
+}
+
+
+class CannotCompileError(Exception):
+    """Say why there is no library: no compiler, or what the compiler said."""
+
+
+def levels_of(machine: str) -> tuple[str, ...]:
+    """Name the levels that can be compiled for a machine.
+
+    >>> levels_of("aarch64")
+    ('portable',)
+    """
+    return tuple(LEVELS) if machine.lower() in ("x86_64", "amd64") else ("portable",)
+
+
+def key(levels: Sequence[str]) -> str:
+    """Give a name to what the compiler would make here: other sources, flags or machines have other names."""
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        digest.update((HERE / source).read_bytes() + b"\0")
+    digest.update(repr((FLAGS, [(level, LEVELS[level]) for level in levels])).encode())
+    digest.update(f"{platform.system()} {platform.machine()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def compile_into(folder: Path, levels: Sequence[str]) -> Path:
+    """Compile the library into a folder, under a name that holds its checksum: `plures-<key>-<sha256>.so`.
+
+        path = compile_into(Path("build"), ["avx2"])
+
+    Written beside and renamed, so that two processes can do it at once.
+    """
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        raise CannotCompileError("there is no C compiler (cc) on the PATH")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as temporary:
+        objects = []
+        for level in levels:
+            lanes, flags = LEVELS[level]
+            objects.append(str(Path(temporary, f"{level}.o")))
+            names = (f"-DLANES={lanes}", f"-DNAME=kernels_{level}", f'-DINSTRUCTIONS="{level}"')
+            _run(compiler, *FLAGS, *flags, *names, "-c", str(HERE / "kernels.c"), "-o", objects[-1])
+        made = Path(temporary, "library")
+        have = [f"-DHAVE_{level.upper()}" for level in levels]
+        _run(compiler, *FLAGS, *have, "-shared", str(HERE / "library.c"), *objects, "-o", str(made), "-pthread")
+        target = folder / f"plures-{key(levels)}-{hashlib.sha256(made.read_bytes()).hexdigest()}.so"
+        made.chmod(0o755)
+        made.replace(target)
+    return target
+
+
+def find(folder: Path, levels: Sequence[str]) -> Path | None:
+    """Find a compiled library whose content is what its name says; remove those that are damaged.
+
+    path = find(cache, ["avx2"]) or compile_into(cache, ["avx2"])
+    """
+    for path in sorted(folder.glob(f"plures-{key(levels)}-*.so")):
+        try:
+            if hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]:
+                return path
+            path.unlink()
+        except OSError:  # another process removed it, or it cannot be read: then it is not there
+            continue
+    return None
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise CannotCompileError(f"{command[0]} failed: {said}")

@@ -1,0 +1,545 @@
+/* The kernels, in vectors of LANES floats: compiled once for each set of instructions, with another NAME and other LANES.
+
+   Nothing here depends on threads: an item of work writes its own part of the output, and every sum is taken in the order
+   of the lists. So the bits are the same for any number of threads. */
+#include <stddef.h>
+#include <string.h>
+#include "owned.h"
+
+#define ALWAYS static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t mask __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* a block of outputs, whatever LANES is */
+typedef int32_t eight_mask __attribute__((vector_size(32), aligned(4), may_alias));
+
+/* The tile of outputs whose sums stay in registers: 16 of them with AVX2, 32 with AVX-512. */
+#ifndef ROWS
+#define ROWS (LANES == 16 ? 4 : 2)
+#endif
+#ifndef COLUMNS
+#define COLUMNS 4
+#endif
+#define TILE (ROWS * COLUMNS)
+#define LONGEST 12 /* vectors of pixels in a tile where lanes is 1 */
+#define LINEAR_ROWS (LANES == 16 ? 24 : 12)
+
+/* sum += a * b. Left to itself the compiler moves sums from register to register, or computes each address anew. */
+#if defined(__FMA__) && !defined(PLURES_PLAIN)
+#define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b))
+#define ADD_PRODUCT_FROM(sum, a, p) __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "m"(*(const vector *)(p)), "v"(a))
+#define KEEP_POINTER(p) __asm__("" : "+r"(p))
+#else
+#define ADD_PRODUCT(sum, a, b) ((sum) += (a) * (b))
+#define ADD_PRODUCT_FROM(sum, a, p) ((sum) += (a) * load(p))
+#define KEEP_POINTER(p) ((void)0)
+#endif
+
+ALWAYS vector load(const float *p) { return *(const vector *)p; }
+ALWAYS void store(float *p, vector v) { *(vector *)p = v; }
+ALWAYS vector splat(float value) { return value - (vector){0}; }
+ALWAYS vector positive(vector v) { return (vector)((mask)v & ~(mask)(v < splat(0))); } /* keeps NaN, as torch does */
+ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+ALWAYS int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ---- images in the vector ---- */
+
+/* What a run of tiles, side by side, reads is copied to one place, zeros around the map: neighbours in a tile become
+   neighbours in memory, and channels do not fall on the same lines of the cache. A kernel of one tap reads only what it
+   needs. */
+typedef struct {
+    int tiles;                         /* side by side */
+    int rows, columns, step_y, step_x; /* of the copy, per channel; step: from one output to the next */
+    int skip_y, skip_x;                /* in the map, from one row or column of the copy to the next */
+    int64_t channel_size;              /* in floats */
+} Window;
+
+#ifndef WINDOW_BYTES
+#define WINDOW_BYTES (192 * 1024) /* stays in the second cache */
+#endif
+
+static Window window_of(const Convolution *c) {
+    Window w;
+    w.skip_y = c->kernel_height == 1 ? c->stride_y : 1;
+    w.skip_x = c->kernel_width == 1 ? c->stride_x : 1;
+    w.step_y = c->stride_y / w.skip_y;
+    w.step_x = c->stride_x / w.skip_x;
+    w.rows = w.step_y * (ROWS - 1) + c->kernel_height;
+    w.tiles = up(c->output_width, COLUMNS) + 1;
+    do {
+        w.tiles--;
+        w.columns = w.step_x * (w.tiles * COLUMNS - 1) + c->kernel_width;
+        w.channel_size = (int64_t)w.rows * w.columns * LANES;
+    } while (w.tiles > 1 && w.channel_size * c->channels * (int64_t)sizeof(float) > WINDOW_BYTES);
+    return w;
+}
+
+static void pack_images(const Convolution *c, const Window *w, const float *map, int top, int left, float *packed) {
+    for (int channel = 0; channel < c->channels; channel++, map += (int64_t)c->height * c->width * LANES)
+        for (int row = 0; row < w->rows; row++, packed += w->columns * LANES) {
+            const int from_y = top + row * w->skip_y;
+            if (from_y < 0 || from_y >= c->height) {
+                memset(packed, 0, sizeof(float) * LANES * w->columns);
+                continue;
+            }
+            const float *line = map + (int64_t)from_y * c->width * LANES;
+            int column = 0;
+            for (; column < w->columns && left + column * w->skip_x < 0; column++) store(packed + column * LANES, splat(0));
+            const int inside = least(w->columns, up(c->width - left, w->skip_x));
+            if (w->skip_x == 1)
+                for (; column < inside; column++) store(packed + column * LANES, load(line + (left + column) * LANES));
+            else
+                for (; column < inside; column++)
+                    store(packed + column * LANES, load(line + (left + column * w->skip_x) * LANES));
+            for (; column < w->columns; column++) store(packed + column * LANES, splat(0));
+        }
+}
+
+/* Which outermost rows and columns of what a tile reads lie outside the map: zeros need no multiplication. */
+enum { TOP = 1, LEFT = 2, BOTTOM = 4, RIGHT = 8 };
+
+/* Whole 3x3 kernels: an input that is loaded once serves the three taps of a row. */
+ALWAYS void whole3_images(vector sums[ROWS][COLUMNS], const float *packed, const uint16_t *places, const float *values,
+                          int count, int64_t channel_size, int64_t line, const int step, const int edges) {
+    const int last_row = step * (ROWS - 1) + 2, last_column = step * (COLUMNS - 1) + 2;
+    for (int k = 0; k < count; k++, values += 9) {
+        const float *p = packed + places[k] * channel_size;
+        UNROLL for (int ky = 0; ky < 3; ky++) {
+            vector weight[3];
+            UNROLL for (int kx = 0; kx < 3; kx++) weight[kx] = splat(values[ky * 3 + kx]);
+            UNROLL for (int to_row = 0; to_row < ROWS; to_row++) {
+                const int row = to_row * step + ky;
+                if ((edges & TOP && row == 0) || (edges & BOTTOM && row == last_row)) continue;
+                UNROLL for (int column = 0; column <= last_column; column++) {
+                    if ((edges & LEFT && column == 0) || (edges & RIGHT && column == last_column)) continue;
+                    const vector input = load(p + row * line + column * LANES);
+                    UNROLL for (int kx = 0; kx < 3; kx++) {
+                        const int to = column - kx;
+                        if (to >= 0 && to % step == 0 && to / step < COLUMNS) ADD_PRODUCT(sums[to_row][to / step], input, weight[kx]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* One weight on the whole tile. */
+ALWAYS void tap_images(vector sums[ROWS][COLUMNS], const float *p, float value, int64_t down, const int64_t right) {
+    const vector weight = splat(value);
+    UNROLL for (int row = 0; row < ROWS; row++, p += down) {
+        KEEP_POINTER(p);
+        UNROLL for (int column = 0; column < COLUMNS; column++)
+            ADD_PRODUCT_FROM(sums[row][column], weight, p + column * right);
+    }
+}
+
+typedef struct {
+    const Convolution *layer;
+    Window window;
+    const float *packed;    /* where the tile begins in the window */
+    float *partial;         /* sums of the groups so far */
+    const int32_t *offsets; /* of taps in the window */
+    int64_t output;         /* where the tile begins in the output, in vectors */
+    int member, below, beside, first, last;
+} Tile;
+
+enum { WHOLE3, WHOLE, SINGLE };
+
+ALWAYS void tile_outputs(const Tile *t, const int kind, const int step, const int edges) {
+    const Convolution *c = t->layer;
+    const int taps = c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
+    const int64_t map = (int64_t)c->output_height * c->output_width, size = t->window.channel_size;
+    const int64_t line = (int64_t)t->window.columns * LANES, down = t->window.step_y * line;
+    const int64_t right = step ? step * LANES : (int64_t)t->window.step_x * LANES;
+    const int32_t *offsets = t->offsets;
+    for (int group = 0; group < groups; group++) {
+        const float *channels = t->packed + group * c->group * size;
+        const int32_t *starts = c->starts + ((int64_t)t->member * groups + group) * c->outputs;
+        for (int output = t->first; output < t->last; output++) {
+            const int start = starts[output], count = starts[output + 1] - start;
+            const uint16_t *places = c->places + start;
+            const float *values = c->values + (int64_t)start * (kind == SINGLE ? 1 : taps);
+            float *kept = t->partial + (int64_t)output * TILE * LANES;
+            vector sums[ROWS][COLUMNS];
+            if (group == 0) {
+                const vector bias = splat(c->bias[(int64_t)t->member * c->outputs + output]);
+                UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = bias;
+            } else {
+                UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = load(kept + i * LANES);
+            }
+            if (kind == WHOLE3)
+                whole3_images(sums, channels, places, values, count, size, line, step, edges);
+            else if (kind == WHOLE)
+                for (int k = 0; k < count; k++)
+                    for (int tap = 0; tap < taps; tap++)
+                        tap_images(sums, channels + places[k] * size + offsets[tap], *values++, down, right);
+            else
+                for (int k = 0; k < count; k++) tap_images(sums, channels + offsets[places[k]], values[k], down, right);
+            if (group < groups - 1) {
+                UNROLL for (int i = 0; i < TILE; i++) store(kept + i * LANES, sums[i / COLUMNS][i % COLUMNS]);
+                continue;
+            }
+            const int64_t at = (t->output + output * map) * LANES, next = (int64_t)c->output_width * LANES;
+            if (c->residual) /* what lies outside the map is added in vain */
+                UNROLL for (int i = 0; i < TILE; i++)
+                    if (i / COLUMNS < t->below && i % COLUMNS < t->beside)
+                        sums[i / COLUMNS][i % COLUMNS] += load(c->residual + at + i / COLUMNS * next + i % COLUMNS * LANES);
+            if (c->relu) UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = positive(sums[i / COLUMNS][i % COLUMNS]);
+            float *to = c->output + at;
+            if (t->below == ROWS && t->beside == COLUMNS)
+                UNROLL for (int i = 0; i < TILE; i++) store(to + i / COLUMNS * next + i % COLUMNS * LANES, sums[i / COLUMNS][i % COLUMNS]);
+            else
+                UNROLL for (int i = 0; i < TILE; i++)
+                    if (i / COLUMNS < t->below && i % COLUMNS < t->beside)
+                        store(to + i / COLUMNS * next + i % COLUMNS * LANES, sums[i / COLUMNS][i % COLUMNS]);
+        }
+    }
+}
+
+typedef void Outputs(const Tile *);
+#define WHOLE3_OF(step, edges) static void whole3_##step##_##edges(const Tile *t) { tile_outputs(t, WHOLE3, step, edges); }
+#define NAME_OF(step, edges) whole3_##step##_##edges,
+#define FOUR_EDGES(of, step) of(step, 0) of(step, 1) of(step, 2) of(step, 3)
+#define EACH_EDGE(of, step) \
+    FOUR_EDGES(of, step) of(step, 4) of(step, 5) of(step, 6) of(step, 7) of(step, 8) of(step, 9) of(step, 10) \
+    of(step, 11) of(step, 12) of(step, 13) of(step, 14) of(step, 15)
+EACH_EDGE(WHOLE3_OF, 1)
+FOUR_EDGES(WHOLE3_OF, 2) /* a stride of 2 over a map of even size reads nothing beyond its end */
+static Outputs *const WHOLE3_TILES[] = {EACH_EDGE(NAME_OF, 1)};
+static Outputs *const WHOLE3_TILES_STRIDE_2[] = {FOUR_EDGES(NAME_OF, 2)};
+static void whole_outputs(const Tile *t) { tile_outputs(t, WHOLE, 0, 0); }
+static void single_outputs_close(const Tile *t) { tile_outputs(t, SINGLE, 1, 0); }
+static void single_outputs(const Tile *t) { tile_outputs(t, SINGLE, 0, 0); }
+
+static int named_places(const Convolution *c) {
+    const int taps = c->kernel_height * c->kernel_width;
+    return c->whole && taps > 1 ? taps : c->group * taps;
+}
+
+/* Compute a run of tiles of one member and one block of images, for some of the outputs. */
+static void image_tiles(const Convolution *c, int member, int image, int y, int x, int first, int last, float *scratch) {
+    Tile t = {.layer = c, .window = window_of(c), .member = member, .first = first, .last = last};
+    const Window *w = &t.window;
+    const int taps = c->kernel_height * c->kernel_width;
+    const int top = y * c->stride_y - c->padding_y, left = x * c->stride_x - c->padding_x;
+    t.partial = scratch + c->channels * w->channel_size;
+    int32_t *offsets = (int32_t *)(t.partial + (int64_t)c->outputs * TILE * LANES);
+    for (int place = 0; place < named_places(c); place++) {
+        const int tap = place % taps, ky = tap / c->kernel_width, kx = tap % c->kernel_width;
+        offsets[place] = place / taps * w->channel_size + (ky * w->columns + kx) * LANES;
+    }
+    t.offsets = offsets;
+    const int64_t map = (int64_t)c->height * c->width * LANES;
+    const float *input = c->input + member * c->input_member_stride + image * c->channels * map;
+    pack_images(c, w, input, top, left, scratch);
+    const int whole3 = c->whole && c->kernel_height == 3 && c->kernel_width == 3 && w->step_y == w->step_x && w->step_x <= 2;
+    t.below = least(ROWS, c->output_height - y);
+    const int rows = (top < 0 ? TOP : 0) | (top + w->rows > c->height ? BOTTOM : 0);
+    for (int tile = 0; tile < w->tiles; tile++) {
+        const int at = x + tile * COLUMNS, from = tile * COLUMNS * w->step_x;
+        if (at >= c->output_width) break;
+        t.packed = scratch + (int64_t)from * LANES;
+        t.beside = least(COLUMNS, c->output_width - at);
+        t.output = (((int64_t)member * c->images + image) * c->outputs * c->output_height + y) * c->output_width + at;
+        const int end = left + from + w->step_x * (COLUMNS - 1) + 3;
+        const int edges = rows | (left + from < 0 ? LEFT : 0) | (end > c->width ? RIGHT : 0);
+        if (whole3)
+            (w->step_x == 1 ? WHOLE3_TILES[edges] : WHOLE3_TILES_STRIDE_2[edges & (TOP | LEFT)])(&t);
+        else if (c->whole && taps > 1)
+            whole_outputs(&t);
+        else if (w->step_x == 1)
+            single_outputs_close(&t);
+        else
+            single_outputs(&t);
+    }
+}
+
+/* ---- pixels in the vector ---- */
+
+/* What a tile of `rows` x `columns` outputs reads, copied so that every tap finds its inputs for all outputs of the tile
+   in a row: once for each column of the kernel, shifted, and for each remainder of rows by the stride. */
+typedef struct {
+    int rows, columns, phases, lines; /* lines: rows of inputs per copy */
+    int64_t channel_size;
+} Patch;
+
+static int patch_columns(const Convolution *c) { return least(c->output_width, LONGEST * LANES); }
+static int patch_rows(const Convolution *c) { return least(c->output_height, LONGEST * LANES / patch_columns(c)); }
+
+static Patch patch_of(const Convolution *c) {
+    Patch p = {.rows = patch_rows(c), .columns = patch_columns(c), .phases = least(c->stride_y, c->kernel_height)};
+    p.lines = p.rows + (c->kernel_height - 1) / c->stride_y;
+    p.channel_size = (int64_t)c->kernel_width * p.phases * p.lines * p.columns;
+    return p;
+}
+
+static void pack_pixels(const Convolution *c, const Patch *p, const float *map, int y, int x, float *packed) {
+    const int64_t across = c->input_pixel_stride;
+    for (int channel = 0; channel < c->channels; channel++, map += c->input_channel_stride)
+        for (int kx = 0; kx < c->kernel_width; kx++)
+            for (int phase = 0; phase < p->phases; phase++)
+                for (int line = 0; line < p->lines; line++, packed += p->columns) {
+                    const int from_y = (y + line) * c->stride_y + phase - c->padding_y;
+                    const int left = x * c->stride_x + kx - c->padding_x;
+                    int column = 0;
+                    if (from_y >= 0 && from_y < c->height) {
+                        const float *from = map + (int64_t)from_y * c->width * across;
+                        const int outside = left < 0 ? up(-left, c->stride_x) : 0;
+                        const int inside = c->width > left ? least(p->columns, up(c->width - left, c->stride_x)) : 0;
+                        for (; column < outside && column < p->columns; column++) packed[column] = 0;
+                        if (c->stride_x == 1 && across == 1)
+                            for (; column < inside; column++) packed[column] = from[left + column];
+                        else
+                            for (; column < inside; column++) packed[column] = from[(left + column * c->stride_x) * across];
+                    }
+                    for (; column < p->columns; column++) packed[column] = 0;
+                }
+    memset(packed, 0, sizeof(float) * LONGEST * LANES); /* the last vector may read on */
+}
+
+typedef struct {
+    const Convolution *layer;
+    Patch patch;
+    const float *packed;
+    float *partial;
+    const int32_t *offsets;
+    int member, image, y, x, rows, columns, first, last;
+} Pixels;
+
+ALWAYS void tap_pixels(vector *sums, const float *p, float value, const int vectors) {
+    const vector weight = splat(value);
+    KEEP_POINTER(p);
+    UNROLL for (int i = 0; i < vectors; i++) ADD_PRODUCT_FROM(sums[i], weight, p + i * LANES);
+}
+
+static void write_pixels(const Pixels *t, int output, const float *sums) {
+    const Convolution *c = t->layer;
+    const int64_t pixels = (int64_t)c->output_height * c->output_width, across = c->output_pixel_stride;
+    const int64_t image = ((int64_t)t->member * c->images + t->image) * c->outputs * pixels;
+    for (int row = 0; row < t->rows; row++, sums += t->patch.columns) {
+        const int64_t pixel = (int64_t)(t->y + row) * c->output_width + t->x;
+        const int64_t at = image + output * c->output_channel_stride + pixel * across;
+        float sum[LONGEST * LANES];
+        for (int i = 0; i < t->columns; i++) sum[i] = sums[i];
+        if (c->residual)
+            for (int i = 0; i < t->columns; i++) sum[i] += c->residual[at + i * across];
+        if (c->relu)
+            for (int i = 0; i < t->columns; i++) sum[i] = sum[i] < 0 ? 0 : sum[i];
+        if (across == 1)
+            for (int i = 0; i < t->columns; i++) c->output[at + i] = sum[i];
+        else
+            for (int i = 0; i < t->columns; i++) c->output[at + i * across] = sum[i];
+    }
+}
+
+/* Few vectors take several chains of sums each, or every product would wait for the one before. */
+ALWAYS void pixel_outputs(const Pixels *t, const int kind, const int vectors) {
+    const int chains = vectors >= 8 ? 1 : vectors >= 4 ? 2 : vectors == 3 ? 3 : vectors == 2 ? 4 : 8;
+    const Convolution *c = t->layer;
+    const int taps = kind == WHOLE3 ? 9 : c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
+    const int64_t size = t->patch.channel_size;
+    int64_t offset[9];
+    if (kind == WHOLE3) for (int tap = 0; tap < 9; tap++) offset[tap] = t->offsets[tap];
+    for (int group = 0; group < groups; group++) {
+        const float *channels = t->packed + group * c->group * size;
+        const int32_t *starts = c->starts + ((int64_t)t->member * groups + group) * c->outputs;
+        for (int output = t->first; output < t->last; output++) {
+            const int start = starts[output], count = starts[output + 1] - start;
+            const uint16_t *places = c->places + start;
+            const float *values = c->values + (int64_t)start * (kind == SINGLE ? 1 : taps);
+            float *kept = t->partial + (int64_t)output * LONGEST * LANES;
+            vector sums[8][LONGEST];
+            UNROLL for (int chain = 1; chain < chains; chain++)
+                UNROLL for (int i = 0; i < vectors; i++) sums[chain][i] = splat(0);
+            if (group == 0)
+                UNROLL for (int i = 0; i < vectors; i++) sums[0][i] = splat(c->bias[(int64_t)t->member * c->outputs + output]);
+            else
+                UNROLL for (int i = 0; i < vectors; i++) sums[0][i] = load(kept + i * LANES);
+            if (kind == WHOLE3) {
+                for (int k = 0; k < count; k++, values += 9) {
+                    const float *p = channels + places[k] * size;
+                    UNROLL for (int tap = 0; tap < 9; tap++) tap_pixels(sums[tap % chains], p + offset[tap], values[tap], vectors);
+                }
+            } else if (kind == WHOLE) {
+                for (int k = 0; k < count; k++, values += taps) {
+                    const float *p = channels + places[k] * size;
+                    int tap = 0;
+                    for (; tap + chains <= taps; tap += chains)
+                        UNROLL for (int chain = 0; chain < chains; chain++)
+                            tap_pixels(sums[chain], p + t->offsets[tap + chain], values[tap + chain], vectors);
+                    for (; tap < taps; tap++) tap_pixels(sums[0], p + t->offsets[tap], values[tap], vectors);
+                }
+            } else {
+                int k = 0;
+                for (; k + chains <= count; k += chains)
+                    UNROLL for (int chain = 0; chain < chains; chain++)
+                        tap_pixels(sums[chain], channels + t->offsets[places[k + chain]], values[k + chain], vectors);
+                for (; k < count; k++) tap_pixels(sums[0], channels + t->offsets[places[k]], values[k], vectors);
+            }
+            UNROLL for (int chain = 1; chain < chains; chain++)
+                UNROLL for (int i = 0; i < vectors; i++) sums[0][i] += sums[chain][i];
+            UNROLL for (int i = 0; i < vectors; i++) store(kept + i * LANES, sums[0][i]);
+            if (group == groups - 1) write_pixels(t, output, kept);
+        }
+    }
+}
+
+typedef void PixelOutputs(const Pixels *);
+#define OF_VECTORS(n) \
+    static void whole3_pixels_##n(const Pixels *t) { pixel_outputs(t, WHOLE3, n); } \
+    static void whole_pixels_##n(const Pixels *t) { pixel_outputs(t, WHOLE, n); } \
+    static void single_pixels_##n(const Pixels *t) { pixel_outputs(t, SINGLE, n); }
+OF_VECTORS(1)
+OF_VECTORS(2)
+OF_VECTORS(3)
+OF_VECTORS(4)
+OF_VECTORS(6)
+OF_VECTORS(8)
+OF_VECTORS(12)
+static const struct {
+    int vectors;
+    PixelOutputs *outputs[3]; /* by kind */
+} PIXEL_TILES[] = {
+#define ENTRY(n) {n, {whole3_pixels_##n, whole_pixels_##n, single_pixels_##n}}
+    ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(6), ENTRY(8), ENTRY(12),
+};
+
+static void pixel_tile(const Convolution *c, int member, int image, int y, int x, int first, int last, float *scratch) {
+    Pixels t = {.layer = c, .patch = patch_of(c), .member = member, .image = image, .y = y, .x = x, .first = first, .last = last};
+    const int taps = c->kernel_height * c->kernel_width;
+    t.rows = least(t.patch.rows, c->output_height - y);
+    t.columns = least(t.patch.columns, c->output_width - x);
+    t.packed = scratch;
+    t.partial = scratch + c->channels * t.patch.channel_size + LONGEST * LANES;
+    int32_t *offsets = (int32_t *)(t.partial + (int64_t)c->outputs * LONGEST * LANES);
+    for (int place = 0; place < named_places(c); place++) {
+        const int tap = place % taps, ky = tap / c->kernel_width, kx = tap % c->kernel_width;
+        const int copy = kx * t.patch.phases + ky % c->stride_y;
+        offsets[place] = place / taps * t.patch.channel_size + (copy * t.patch.lines + ky / c->stride_y) * t.patch.columns;
+    }
+    t.offsets = offsets;
+    const float *input = c->input + member * c->input_member_stride;
+    pack_pixels(c, &t.patch, input + (int64_t)image * c->channels * c->height * c->width, y, x, scratch);
+    const int kind = !c->whole || taps == 1 ? SINGLE : c->kernel_height == 3 && c->kernel_width == 3 ? WHOLE3 : WHOLE;
+    const int vectors = up(t.rows * t.patch.columns, LANES);
+    int tile = 0;
+    while (PIXEL_TILES[tile].vectors < vectors) tile++;
+    PIXEL_TILES[tile].outputs[kind](&t);
+}
+
+/* ---- items of work of a convolution ---- */
+
+typedef struct {
+    int64_t down, across, chunks, outputs; /* tiles, or runs of tiles, of a map; chunks of so many outputs */
+    int rows, columns;                     /* of the map, per item */
+} Cut;
+
+/* So fine that all threads have something to do. What is computed does not depend on it. */
+static Cut cut_of(const Convolution *c, int threads) {
+    Cut cut;
+    if (c->lanes == 1) {
+        cut.rows = patch_rows(c);
+        cut.columns = patch_columns(c);
+    } else {
+        cut.rows = ROWS;
+        cut.columns = window_of(c).tiles * COLUMNS;
+    }
+    cut.down = up(c->output_height, cut.rows);
+    cut.across = up(c->output_width, cut.columns);
+    const int64_t items = cut.down * cut.across * c->members * c->images;
+    const int64_t wanted = threads > 1 ? up(4 * threads, items) : 1;
+    cut.outputs = up(c->outputs, least(wanted, up(c->outputs, 16)));
+    cut.chunks = up(c->outputs, cut.outputs);
+    return cut;
+}
+
+static int64_t convolution_items(const Convolution *c, int threads) {
+    const Cut cut = cut_of(c, threads);
+    return cut.down * cut.across * cut.chunks * c->members * c->images;
+}
+
+static int64_t convolution_scratch(const Convolution *c) {
+    const int64_t packed = c->lanes == 1 ? c->channels * patch_of(c).channel_size + LONGEST * LANES
+                                         : c->channels * window_of(c).channel_size;
+    const int64_t sums = (int64_t)c->outputs * LANES * (c->lanes == 1 ? LONGEST : TILE);
+    return (packed + sums + named_places(c)) * (int64_t)sizeof(float);
+}
+
+static void convolution_item(const Convolution *c, int threads, int64_t item, void *scratch) {
+    const Cut cut = cut_of(c, threads);
+    const int first = item % cut.chunks * cut.outputs, last = least(first + cut.outputs, c->outputs);
+    item /= cut.chunks;
+    const int x = item % cut.across * cut.columns, y = item / cut.across % cut.down * cut.rows;
+    item /= cut.across * cut.down;
+    const int image = item % c->images, member = item / c->images;
+    (c->lanes == 1 ? pixel_tile : image_tiles)(c, member, image, y, x, first, last, scratch);
+}
+
+/* ---- linear layers in blocks of eight outputs ---- */
+
+ALWAYS eight load_eight(const float *p) { return *(const eight *)p; }
+
+static void linear_item(const BlockLinear *l, int64_t item, void *scratch) {
+    const int64_t tiles = up(l->rows, LINEAR_ROWS), row = item % tiles * LINEAR_ROWS;
+    const int member = item / tiles, rows = least(LINEAR_ROWS, l->rows - row);
+    const int groups = up(l->inputs, l->group), blocks = up(l->outputs, 8);
+    float *packed = scratch, *partial = packed + (int64_t)l->inputs * LINEAR_ROWS;
+    const float *input = l->input + member * l->input_member_stride + row * l->inputs;
+    for (int i = 0; i < l->inputs; i += 16) /* a line of the cache at a time */
+        for (int r = 0; r < LINEAR_ROWS; r++) {
+            const float *from = input + (int64_t)least(r, rows - 1) * l->inputs;
+            for (int j = i; j < i + 16 && j < l->inputs; j++) packed[j * LINEAR_ROWS + r] = from[j];
+        }
+    for (int group = 0; group < groups; group++) {
+        const float *inputs = packed + (int64_t)group * l->group * LINEAR_ROWS;
+        const int32_t *starts = l->starts + ((int64_t)member * groups + group) * blocks;
+        for (int block = 0; block < blocks; block++) {
+            const float *values = l->values + (int64_t)starts[block] * 8;
+            float *kept = partial + (int64_t)block * LINEAR_ROWS * 8;
+            const int width = least(8, l->outputs - block * 8);
+            eight sums[LINEAR_ROWS];
+            if (group == 0) {
+                float bias[8] = {0};
+                for (int i = 0; i < width; i++) bias[i] = l->bias[(int64_t)member * l->outputs + block * 8 + i];
+                for (int r = 0; r < LINEAR_ROWS; r++) sums[r] = load_eight(bias);
+            } else
+                for (int r = 0; r < LINEAR_ROWS; r++) sums[r] = load_eight(kept + r * 8);
+            for (int k = starts[block]; k < starts[block + 1]; k++, values += 8) {
+                const float *p = inputs + (int64_t)l->places[k] * LINEAR_ROWS;
+                const eight weight = load_eight(values);
+                UNROLL for (int half = 0; half < LINEAR_ROWS; half += 12)
+                UNROLL for (int r = half; r < half + 12; r++) sums[r] += weight * (p[r] - (eight){0});
+            }
+            if (group < groups - 1) {
+                for (int r = 0; r < LINEAR_ROWS; r++) *(eight *)(kept + r * 8) = sums[r];
+                continue;
+            }
+            float *output = l->output + ((int64_t)member * l->rows + row) * l->outputs + block * 8;
+            for (int r = 0; r < rows; r++, output += l->outputs) {
+                const eight sum = l->relu ? (eight)((eight_mask)sums[r] & ~(eight_mask)(sums[r] < (eight){0})) : sums[r];
+                if (width == 8)
+                    *(eight *)output = sum;
+                else
+                    for (int i = 0; i < width; i++) output[i] = sum[i];
+            }
+        }
+    }
+}
+
+static int64_t linear_items(const BlockLinear *l) { return l->members * up(l->rows, LINEAR_ROWS); }
+
+static int64_t linear_scratch(const BlockLinear *l) {
+    return ((int64_t)l->inputs + up(l->outputs, 8) * 8) * LINEAR_ROWS * (int64_t)sizeof(float);
+}
+
+const Kernels NAME = {
+    .lanes = LANES,
+    .instructions = INSTRUCTIONS,
+    .convolution_items = convolution_items,
+    .convolution_scratch = convolution_scratch,
+    .convolution_item = convolution_item,
+    .linear_items = linear_items,
+    .linear_scratch = linear_scratch,
+    .linear_item = linear_item,
+};

@@ -1,0 +1,175 @@
+/* The library's functions: which kernels this CPU has, and the threads that share the work. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include "owned.h"
+
+#ifdef HAVE_AVX512
+extern const Kernels kernels_avx512;
+#endif
+#ifdef HAVE_AVX2
+extern const Kernels kernels_avx2;
+#endif
+#ifdef HAVE_PORTABLE
+extern const Kernels kernels_portable;
+#endif
+
+/* The library's builds differ in this number where their structures do. */
+int plures_interface(void) { return PLURES_INTERFACE; }
+
+/* The best kernels that this CPU can run, or those asked for by name; NULL where it cannot run them. */
+const Kernels *plures_kernels(const char *wanted) {
+#ifdef HAVE_AVX512
+    if ((!wanted || !strcmp(wanted, "avx512")) && __builtin_cpu_supports("avx512f")) return &kernels_avx512;
+#endif
+#ifdef HAVE_AVX2
+    if ((!wanted || !strcmp(wanted, "avx2")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &kernels_avx2;
+#endif
+#ifdef HAVE_PORTABLE
+    if (!wanted || !strcmp(wanted, "portable")) return &kernels_portable;
+#endif
+    return NULL;
+}
+
+int plures_lanes(const Kernels *kernels) { return kernels->lanes; }
+const char *plures_instructions(const Kernels *kernels) { return kernels->instructions; }
+
+/* ---- threads ---- */
+
+typedef void Parallel(void (*work)(void *), void *job, unsigned threads, unsigned flags);
+static Parallel *parallel;
+
+/* Share the threads of the OpenMP that torch has loaded (its GOMP_parallel): threads of our own would have to fight with
+   torch's, which keep spinning for a while after each of its operators. */
+void plures_use_threads(void *gomp_parallel) { parallel = (Parallel *)gomp_parallel; }
+
+typedef struct Job {
+    const Kernels *kernels;
+    const void *layer;
+    void (*item)(const struct Job *, int64_t, void *);
+    int64_t items, scratch;
+    int threads;
+    atomic_llong next;
+    atomic_int failed;
+} Job;
+
+static void work(void *given) {
+    Job *job = given;
+    void *scratch = NULL;
+    if (job->scratch && posix_memalign(&scratch, 64, job->scratch)) {
+        atomic_store(&job->failed, 1);
+        return;
+    }
+    for (int64_t item = atomic_fetch_add(&job->next, 1); item < job->items; item = atomic_fetch_add(&job->next, 1))
+        job->item(job, item, scratch);
+    free(scratch);
+}
+
+static void *work_of_thread(void *job) {
+    work(job);
+    return NULL;
+}
+
+#define MOST_THREADS 256
+
+/* Returns 0, or 1 where memory has run out. */
+static int share(Job *job) {
+    int threads = job->threads < job->items ? job->threads : (int)job->items;
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads <= 1) {
+        work(job);
+    } else if (parallel) {
+        parallel(work, job, threads, 0);
+    } else {
+        pthread_t others[MOST_THREADS];
+        int started = 0;
+        while (started < threads - 1 && !pthread_create(&others[started], NULL, work_of_thread, job)) started++;
+        work(job);
+        while (started) pthread_join(others[--started], NULL);
+    }
+    return atomic_load(&job->failed) != 0;
+}
+
+static void convolution_item(const Job *job, int64_t item, void *scratch) {
+    job->kernels->convolution_item(job->layer, job->threads, item, scratch);
+}
+
+int plures_convolution(const Kernels *kernels, const Convolution *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = convolution_item, .threads = threads};
+    job.items = kernels->convolution_items(layer, threads);
+    job.scratch = kernels->convolution_scratch(layer);
+    return share(&job);
+}
+
+static void linear_item(const Job *job, int64_t item, void *scratch) { job->kernels->linear_item(job->layer, item, scratch); }
+
+int plures_block_linear(const Kernels *kernels, const BlockLinear *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = linear_item, .threads = threads};
+    job.items = kernels->linear_items(layer);
+    job.scratch = kernels->linear_scratch(layer);
+    return share(&job);
+}
+
+/* ---- layouts and factors: no arithmetic worth a second build ---- */
+
+/* One channel of one block of images. */
+static void block_item(const Job *job, int64_t item, void *scratch) {
+    (void)scratch;
+    const Blocking *b = job->layer;
+    const int channel = item % b->channels;
+    const int64_t first = item / b->channels * b->lanes;
+    float *to = b->blocked + item * b->height * b->width * b->lanes;
+    for (int y = 0; y < b->height; y++)
+        for (int lane = 0; lane < b->lanes; lane++) {
+            float *line = to + (int64_t)y * b->width * b->lanes + lane;
+            const float *from = b->plain + (first + lane) * b->image_stride + channel * b->channel_stride + y * b->row_stride;
+            if (first + lane < b->images)
+                for (int x = 0; x < b->width; x++) line[(int64_t)x * b->lanes] = from[x * b->column_stride];
+            else
+                for (int x = 0; x < b->width; x++) line[(int64_t)x * b->lanes] = 0;
+        }
+}
+
+static void unblock_item(const Job *job, int64_t item, void *scratch) {
+    (void)scratch;
+    const Blocking *b = job->layer;
+    const int channel = item % b->channels;
+    const int64_t first = item / b->channels * b->lanes;
+    const float *from = b->blocked + item * b->height * b->width * b->lanes;
+    for (int lane = 0; lane < b->lanes && first + lane < b->images; lane++)
+        for (int y = 0; y < b->height; y++) {
+            const float *line = from + (int64_t)y * b->width * b->lanes + lane;
+            float *to = b->plain + (first + lane) * b->image_stride + channel * b->channel_stride + y * b->row_stride;
+            for (int x = 0; x < b->width; x++) to[x * b->column_stride] = line[(int64_t)x * b->lanes];
+        }
+}
+
+int plures_block(const Blocking *layout, int back, int threads) {
+    Job job = {.layer = layout, .item = back ? unblock_item : block_item, .threads = threads};
+    job.items = (int64_t)(layout->images + layout->lanes - 1) / layout->lanes * layout->channels;
+    return share(&job);
+}
+
+static void affine_item(const Job *job, int64_t item, void *scratch) {
+    (void)scratch;
+    const Affine *a = job->layer;
+    const int64_t channel = item % a->channels, member = item / a->channels / a->images, map = item % ((int64_t)a->channels * a->images);
+    const float factor = a->factor[member * a->channels + channel], shift = a->shift[member * a->channels + channel];
+    const float *from = a->input + member * a->input_member_stride + map * a->pixels;
+    float *to = a->output + item * a->pixels;
+    if (a->relu)
+        for (int64_t i = 0; i < a->pixels; i++) {
+            const float value = from[i] * factor + shift;
+            to[i] = value < 0 ? 0 : value;
+        }
+    else
+        for (int64_t i = 0; i < a->pixels; i++) to[i] = from[i] * factor + shift;
+}
+
+int plures_affine(const Affine *layer, int threads) {
+    Job job = {.layer = layer, .item = affine_item, .threads = threads};
+    job.items = (int64_t)layer->members * layer->images * layer->channels;
+    return share(&job);
+}

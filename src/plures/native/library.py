@@ -1,0 +1,133 @@
+"""Find, compile and load the library: from the wheel, else from the user's cache, else not at all and why."""
+
+import ctypes
+import os
+import platform
+import stat
+import sys
+from functools import cache
+from pathlib import Path
+
+from plures.errors import PluresError
+from plures.native import build
+
+INTERFACE = 1  # PLURES_INTERFACE of owned.h
+
+
+class UnavailableError(PluresError):
+    """Say why the native library cannot be had here, and what to do."""
+
+
+class Library:
+    """The loaded library, with the kernels for one set of instructions.
+
+    library = load()
+    library.lanes, library.instructions
+    """
+
+    def __init__(self, path: Path, level: str | None = None) -> None:
+        self.path = path
+        self.functions = functions = ctypes.CDLL(str(path))
+        if functions.plures_interface() != INTERFACE:
+            raise UnavailableError(f"{path} has another interface; delete it")
+        functions.plures_kernels.restype = functions.plures_instructions.restype = ctypes.c_void_p
+        functions.plures_instructions.restype = ctypes.c_char_p
+        functions.plures_kernels.argtypes = [ctypes.c_char_p]
+        kernels = functions.plures_kernels(None if level is None else level.encode())
+        if kernels is None:
+            raise UnavailableError(f"{path} has no kernels for {level or 'this CPU'}")
+        self.kernels = ctypes.c_void_p(kernels)
+        self.lanes = int(functions.plures_lanes(self.kernels))
+        self.instructions = functions.plures_instructions(self.kernels).decode()
+        shared = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of the OpenMP that torch has loaded
+        functions.plures_use_threads(None if shared is None else ctypes.cast(shared, ctypes.c_void_p))
+
+
+def load() -> Library:
+    """Load the library, compiling it where need be; raise `UnavailableError` where that cannot be.
+
+    library = load()
+    """
+    found = _load_once(os.environ.get("PLURES_NATIVE", ""))
+    if isinstance(found, UnavailableError):
+        raise UnavailableError(str(found))  # a new one: the old one holds the traceback of another call
+    return found
+
+
+def why_unavailable() -> str | None:
+    """Say why the library cannot be had, or None where it can.
+
+    reason = why_unavailable()
+    """
+    try:
+        load()
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _load_once(setting: str) -> Library | UnavailableError:
+    if setting == "0":
+        return UnavailableError("the native library is turned off by PLURES_NATIVE=0; unset it")
+    if setting not in ("", "1", *build.LEVELS):
+        return UnavailableError(f"PLURES_NATIVE={setting!r}; use 0, 1 or one of {', '.join(build.LEVELS)}")
+    if sys.platform == "win32":
+        return UnavailableError("the native library is made for Linux and macOS; use the unfolded engine")
+    level = setting if setting in build.LEVELS else None
+    try:
+        packaged = build.find(build.HERE, build.levels_of(platform.machine()))
+        if packaged is not None:
+            return Library(packaged, level)
+        levels = [level or _level_here()]
+        folder = cache_folder()
+        return Library(build.find(folder, levels) or build.compile_into(folder, levels), level)
+    except build.CannotCompileError as error:
+        return UnavailableError(f"the native library cannot be compiled: {error}; install a C compiler")
+    except OSError as error:
+        return UnavailableError(f"the native library cannot be loaded: {error}")
+    except UnavailableError as error:
+        return error
+
+
+def cache_folder() -> Path:
+    """Give the folder of the user's cache that holds compiled libraries; refuse one that others may write to.
+
+    path = cache_folder() / "library.so"
+    """
+    home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or home).expanduser().resolve() / "plures" / "native"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_if_others_write(folder)
+    return folder
+
+
+def refuse_if_others_write(folder: Path) -> None:
+    """Refuse a folder in which another user could put a library for us to load.
+
+    refuse_if_others_write(Path.home() / ".cache")
+    """
+    me = os.geteuid()
+    for path in (folder, *folder.parents):
+        found = path.stat()
+        owned = found.st_uid == me or (found.st_uid == 0 and path != folder)
+        open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+        if path == folder:
+            open_to_others = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        if not owned or open_to_others:
+            raise UnavailableError(
+                f"others can write to {path}, so that no library is loaded from {folder}: "
+                "set XDG_CACHE_HOME to a folder of your own"
+            )
+
+
+def _level_here() -> str:
+    """Name the best set of instructions that this CPU has, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    flags: set[str] = set()
+    if info.exists():
+        line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+        flags = set(line.split())
+    if "avx512f" in flags:
+        return "avx512"
+    return "avx2" if {"avx2", "fma"} <= flags else "portable"

@@ -1,0 +1,65 @@
+/* What one layer of all members is: the plain C interface of the library. */
+#ifndef PLURES_OWNED_H
+#define PLURES_OWNED_H
+#include <stdint.h>
+
+#define PLURES_INTERFACE 1 /* raised with every change of the structures or functions below */
+
+/* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
+   side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
+   per (member, group of input channels, output channel), one list after the other:
+   `starts` says where each begins, `places` which input channel of the group (whole kernels) or which tap of which input
+   channel (single weights: channel * taps + tap) an entry multiplies, `values` by what. */
+typedef struct {
+    const float *input, *residual, *values, *bias; /* residual may be NULL; bias is [member][output channel] */
+    const int32_t *starts;
+    const uint16_t *places;
+    float *output;
+    int64_t input_member_stride; /* in floats; 0 where all members see the same input */
+    int64_t input_channel_stride, input_pixel_stride;   /* in floats; used where lanes is 1 */
+    int64_t output_channel_stride, output_pixel_stride; /* the same of output and residual */
+    int32_t members, images, channels, height, width, outputs, output_height, output_width;
+    int32_t kernel_height, kernel_width, stride_y, stride_x, padding_y, padding_x;
+    int32_t lanes, group, whole, relu;
+} Convolution;
+
+/* A linear layer of all members whose owners stand for blocks of 8 outputs of one input: rows of inputs
+   [member][row][input] to rows of outputs; lists as above, one per (member, group of inputs, block of outputs). */
+typedef struct {
+    const float *input, *values, *bias;
+    const int32_t *starts;
+    const uint16_t *places;
+    float *output;
+    int64_t input_member_stride;
+    int32_t members, rows, inputs, outputs, group, relu;
+} BlockLinear;
+
+/* Images into the lanes of vectors and back: plain is [image][channel][row][column] with any strides (in floats). */
+typedef struct {
+    float *plain, *blocked;
+    int64_t image_stride, channel_stride, row_stride, column_stride;
+    int32_t images, channels, height, width, lanes;
+} Blocking;
+
+/* output = [relu](input * factor + shift), factors per member and channel; same layout as a convolution's. */
+typedef struct {
+    const float *input, *factor, *shift;
+    float *output;
+    int64_t input_member_stride;
+    int32_t members, images, channels, pixels; /* pixels: rows * columns * lanes */
+    int32_t relu;
+} Affine;
+
+/* One build of the kernels. Work is cut into items that do not depend on the number of threads. */
+typedef struct {
+    int32_t lanes;
+    const char *instructions;
+    int64_t (*convolution_items)(const Convolution *, int threads);
+    int64_t (*convolution_scratch)(const Convolution *); /* bytes that each thread needs */
+    void (*convolution_item)(const Convolution *, int threads, int64_t item, void *scratch);
+    int64_t (*linear_items)(const BlockLinear *);
+    int64_t (*linear_scratch)(const BlockLinear *);
+    void (*linear_item)(const BlockLinear *, int64_t item, void *scratch);
+} Kernels;
+
+#endif

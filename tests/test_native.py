@@ -1,0 +1,322 @@
+"""The native kernels against torch's dense layers, and the way their library is found, compiled and loaded."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from plures.errors import PluresError
+from plures.native import build, library
+from plures.native.lists import Lists, block_lists, kernel_lists
+from plures.native.operators import affine, block, block_linear, convolution, linear, unblock
+
+pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
+FREE = 255
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn_owners(shape: tuple[int, ...], members: int, seed: int) -> Tensor:
+    """Owners at random, a tenth free, and the first output channel's all of the last member."""
+    owners = torch.randint(members, shape, generator=generator(seed), dtype=torch.uint8)
+    owners[torch.rand(shape, generator=generator(seed + 1)) < 0.1] = FREE
+    owners[0] = members - 1
+    return owners
+
+
+def agrees(found: Tensor, expected: Tensor) -> None:
+    scale = expected.abs().max().clamp(min=1.0)
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max() / scale) < 1e-5
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    members=st.integers(2, 6),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 70), st.integers(1, 11), st.integers(1, 11)),
+    kernel=st.sampled_from([(1, 1), (3, 3), (3, 3), (5, 5), (2, 2), (1, 3), (3, 1)]),
+    stride=st.sampled_from([(1, 1), (2, 2), (3, 3), (1, 2)]),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    batch=st.integers(1, 33),
+    pixels=st.booleans(),
+    whole=st.booleans(),
+    relu=st.booleans(),
+    added=st.booleans(),
+    shared=st.booleans(),
+    last=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_convolution_of_members_is_torchs_own(
+    members, sizes, kernel, stride, padding, batch, pixels, whole, relu, added, shared, last, threads, seed
+):
+    outputs, inputs, height, width = sizes
+    height, width = (max(size, k - 2 * p) for size, k, p in zip((height, width), kernel, padding, strict=True))
+    random = generator(seed)
+    weight = torch.randn(outputs, inputs, *kernel, generator=random) / (inputs * kernel[0] * kernel[1]) ** 0.5
+    owners = drawn_owners((outputs, inputs, 1, 1) if whole else tuple(weight.shape), members, seed)
+    bias = torch.randn(members, outputs, generator=random)
+    scales = torch.rand(members, outputs, generator=random) + 0.5
+    x = torch.randn((1 if shared else members) * batch, inputs, height, width, generator=random)
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    each = [x] * members if shared else list(x.chunk(members))
+    expected = torch.cat(
+        [
+            F.conv2d(part, weight * (owners == m) * scales[m].view(-1, 1, 1, 1), bias[m], stride, padding)
+            for m, part in enumerate(each)
+        ]
+    )
+    residual = torch.randn(expected.shape, generator=random) if added else None
+    expected = expected if residual is None else expected + residual
+    expected = expected.relu() if relu else expected
+
+    lanes = 1 if pixels else library.load().lanes
+    lists = kernel_lists(weight, owners, list(range(members)), scales)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = convolution(
+            block(x, 1 if shared else members, lanes),
+            None if residual is None else block(residual, members, lanes),
+            *lists[:3],
+            bias,
+            *(kernel, stride, padding, *lists[3:], relu),
+        )
+    finally:
+        torch.set_num_threads(before)
+    agrees(unblock(found, batch), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    members=st.integers(2, 6),
+    outputs=st.integers(1, 40),
+    inputs=st.integers(1, 1100),
+    rows=st.integers(1, 110),
+    blocks=st.booleans(),
+    relu=st.booleans(),
+    shared=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_linear_layer_of_members_is_torchs_own(members, outputs, inputs, rows, blocks, relu, shared, seed):
+    random = generator(seed)
+    weight = torch.randn(outputs, inputs, generator=random) / inputs**0.5
+    bias, scales = torch.randn(members, outputs, generator=random), torch.rand(members, outputs, generator=random)
+    x = torch.randn(1 if shared else members, rows, inputs, generator=random)
+    owners = drawn_owners((-(-outputs // 8) if blocks else outputs, inputs), members, seed)
+    spread = owners.repeat_interleave(8, 0)[:outputs] if blocks else owners
+    lists = (block_lists if blocks else kernel_lists)(weight, owners, list(range(members)), scales)
+    found = (block_linear if blocks else linear)(x, *lists[:3], bias, *lists[3:5], relu)
+    expected = torch.stack(
+        [
+            F.linear(x[0 if shared else m], weight * (spread == m) * scales[m].view(-1, 1), bias[m])
+            for m in range(members)
+        ]
+    )
+    agrees(found, expected.relu() if relu else expected)
+
+
+def layer_of(members: int = 3, batch: int = 9) -> tuple[Tensor, Lists, Tensor]:
+    weight = torch.randn(12, 10, 3, 3, generator=generator(0))
+    lists = kernel_lists(weight, drawn_owners((12, 10, 1, 1), members, 0), list(range(members)))
+    return torch.randn(members * batch, 10, 6, 7, generator=generator(1)), lists, torch.zeros(members, 12)
+
+
+def run(x: Tensor, lists: Lists, bias: Tensor, lanes: int) -> Tensor:
+    return convolution(block(x, len(bias), lanes), None, *lists[:3], bias, (3, 3), (1, 1), (1, 1), *lists[3:], True)
+
+
+@pytest.mark.parametrize("pixels", [True, False])
+def test_bits_do_not_depend_on_threads(pixels):
+    x, lists, bias = layer_of()
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(run(x, lists, bias, 1 if pixels else library.load().lanes))
+    finally:
+        torch.set_num_threads(before)
+    assert results[0].equal(results[1])
+    assert results[0].equal(results[2])
+
+
+def test_members_up_to_255():
+    members = 255
+    owners = torch.arange(255, dtype=torch.uint8).reshape(15, 17)
+    weight = torch.randn(15, 17, generator=generator(0))
+    x = torch.randn(members, 3, 17, generator=generator(1))
+    lists = kernel_lists(weight, owners, list(range(members)))
+    found = linear(x, *lists[:3], torch.zeros(members, 15), *lists[3:5], False)
+    expected = torch.stack([x[m] @ (weight * (owners == m)).T for m in range(members)])
+    agrees(found, expected)
+
+
+def test_nan_passes_relu_as_in_torch():
+    x, lists, bias = layer_of()
+    for lanes in (1, library.load().lanes):
+        assert run(torch.full_like(x, torch.nan), lists, bias, lanes).isnan().any()
+    both = torch.tensor([[[[[[torch.nan], [-1.0]]]]]])
+    found = affine(both, torch.ones(1, 1), torch.zeros(1, 1), True).flatten()
+    assert found[0].isnan()
+    assert found[1] == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(members=st.integers(1, 4), batch=st.integers(1, 20), relu=st.booleans(), seed=st.integers(0, 99))
+def test_affine_is_a_folded_norm_layer(members, batch, relu, seed):
+    random = generator(seed)
+    x = torch.randn(members * batch, 5, 3, 4, generator=random)
+    factor, shift = torch.randn(2, members, 5, generator=random)
+    expected = x.view(members, batch, 5, 3, 4) * factor.view(members, 1, 5, 1, 1) + shift.view(members, 1, 5, 1, 1)
+    found = unblock(affine(block(x, members, library.load().lanes), factor, shift, relu), batch)
+    agrees(found, (expected.relu() if relu else expected).flatten(0, 1))
+
+
+def test_operators_pass_torchs_own_checks():
+    x, lists, bias = layer_of()
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    blocked = block(x, 3, 1)
+    settings_of = ((3, 3), (1, 1), (1, 1), *lists[3:], True)
+    torch.library.opcheck(convolution.default, (blocked, None, *lists[:3], bias, *settings_of), test_utils=tests)
+    torch.library.opcheck(block.default, (x, 3, 4), test_utils=tests)
+    torch.library.opcheck(unblock.default, (blocked, 9), test_utils=tests)
+    torch.library.opcheck(affine.default, (blocked, torch.ones(3, 10), torch.ones(3, 10), True), test_utils=tests)
+    weight = torch.randn(9, 10, generator=generator(0))
+    rows = torch.randn(3, 4, 10, generator=generator(1))
+    for lists_of, operator, shape in ((kernel_lists, linear, (9, 10)), (block_lists, block_linear, (2, 10))):
+        made = lists_of(weight, drawn_owners(shape, 3, 0), [0, 1, 2])
+        arguments = (rows, *made[:3], torch.zeros(3, 9), *made[3:5], True)
+        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+
+
+def test_export_and_compile_see_one_operator():
+    x, lists, bias = layer_of()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return run(x, lists, bias, 1) * 2
+
+    exported = torch.export.export(Layer(), (x,))
+    assert sum("plures.convolution" in str(node.target) for node in exported.graph.nodes) == 1
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    assert compiled(x).equal(Layer()(x))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x.double(), lambda x: x[:, :, :5], lambda x: x[0], lambda x: x[:2]],
+    ids=["dtype", "channels", "dimensions", "members"],
+)
+def test_wrong_activations_are_refused(wrong):
+    x, lists, bias = layer_of()
+    blocked = wrong(block(x, 3, 1))
+    with pytest.raises(PluresError):
+        convolution(blocked, None, *lists[:3], bias, (3, 3), (1, 1), (1, 1), *lists[3:], True)
+
+
+# ---- finding, compiling and loading ----
+
+
+@pytest.fixture
+def compiler() -> str:
+    found = shutil.which("cc")
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler() -> Iterator[None]:
+    """What is compiled here is compiled fast, not for speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        library.load()  # with the flags that users have
+        patch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O2" else flag for flag in build.FLAGS))
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("compiled")
+    return build.compile_into(folder, ["portable"])
+
+
+def test_portable_kernels_are_torchs_own_too(compiled, monkeypatch):
+    portable = library.Library(compiled, "portable")
+    assert portable.instructions == "portable"
+    monkeypatch.setattr("plures.native.operators.load", lambda: portable)
+    x, lists, bias = layer_of()
+    by_pixels, by_images = (unblock(run(x, lists, bias, lanes), 9) for lanes in (1, portable.lanes))
+    agrees(by_images, by_pixels)
+
+
+def test_a_compiled_library_is_found_again(compiled):
+    assert build.find(compiled.parent, ["portable"]) == compiled
+    assert build.find(compiled.parent, ["avx2"]) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a library", None])
+def test_a_damaged_library_is_removed_and_never_loaded(compiled, tmp_path, damage):
+    copy = tmp_path / compiled.name
+    content = bytearray(compiled.read_bytes())
+    content[len(content) // 2] ^= 1
+    copy.write_bytes(bytes(content) if damage is None else damage)
+    assert build.find(tmp_path, ["portable"]) is None
+    assert not copy.exists()
+
+
+def test_a_folder_that_others_write_to_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "plures" / "native"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for place in (folder, folder.parent):
+        place.chmod(0o777)
+        with pytest.raises(library.UnavailableError, match="others can write to"):
+            library.cache_folder()
+        place.chmod(0o700)
+    assert stat.S_IMODE(library.cache_folder().stat().st_mode) == 0o700
+
+
+def why(tmp_path: Path, **environment: str) -> str:
+    """Ask a new process why there is no native library."""
+    code = "from plures.native import library, build; build.find = lambda *_: None; print(library.why_unavailable())"
+    cleared = {name: value for name, value in os.environ.items() if name not in ("PLURES_NATIVE", "CC")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=cleared | {"XDG_CACHE_HOME": str(tmp_path), "PLURES_NATIVE": ""} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_why_there_is_no_library(tmp_path):
+    tmp_path.chmod(0o700)
+    assert "PLURES_NATIVE=0" in why(tmp_path, PLURES_NATIVE="0")
+    assert "use 0, 1 or one of avx512, avx2, portable" in why(tmp_path, PLURES_NATIVE="yes")
+    assert "no C compiler" in why(tmp_path, CC="no-such-compiler")
+    assert "cannot be compiled" in why(tmp_path, CC="false")
+
+
+def test_avx512_kernels_compile(compiler, tmp_path):
+    """Where the CPU cannot run them, they are at least the same source with wider vectors."""
+    if "avx512" not in build.levels_of(os.uname().machine):
+        pytest.skip("not an x86 machine")
+    path = build.compile_into(tmp_path, ["avx512", "portable"])
+    assert library.Library(path, "portable").lanes == build.LEVELS["portable"].lanes
