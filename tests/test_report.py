@@ -193,16 +193,18 @@ def test_captions_give_the_numbers_of_the_run(html: str, runs: Path) -> None:
     text = html.replace("\N{NO-BREAK SPACE}", " ")
     found = json.loads((runs / "many" / "metrics.json").read_text())
     assert f"together on {100 * found['accuracy']:.1f} %" in text
-    assert f"inter-rater agreement, which asks whether they fail together, is {found['agreement']:.3f}" in text
+    assert f"inter-rater agreement, which tells whether they fail together, is {found['agreement']:.3f}" in text
     assert f"From the first member to all 12, accuracy goes from {100 * found['member_accuracies'][0]:.1f} %" in text
-    assert "There is one network only: nothing to add." in text
-    assert "There is one network only: its members cannot disagree." in text
+    assert "There is only one network: no member can be added." in text
+    assert "There is only one network: no members can disagree." in text
 
 
 def test_details_agree_with_metrics_json(details: list[Detail]) -> None:
     for one in details:
         assert one.added[-1] == pytest.approx((one.metrics["accuracy"], one.metrics["nll"]))
-        assert one.together.ece == pytest.approx(one.metrics["ece"])
+        table = one.together
+        gaps = table.count * (table.confidence - table.accuracy).abs()
+        assert float(gaps.sum() / table.count.sum()) == pytest.approx(one.metrics["ece"])
         assert [pair[0] for pair in one.added[:1]] == pytest.approx(one.metrics["member_accuracies"][:1])
         assert one.right.count + one.wrong.count == one.metrics["images"]
         assert one.right.count == round(one.metrics["accuracy"] * one.metrics["images"])

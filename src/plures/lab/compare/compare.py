@@ -67,7 +67,7 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
             print(f"{job.name}: failed: {error}", file=sys.stderr)
     missing = [job for job in wanted if job.run in epochs]
     begun = sum(RunFolder(job.run).log.is_file() for job in missing)
-    going_on = f" ({begun} of them begun before)" if begun else ""
+    going_on = f" ({begun} of them started before)" if begun else ""
     done = len(jobs) - len(wanted)
     print(f"{len(jobs)} runs: {done} done before, {len(missing)} to make{going_on}", file=sys.stderr)
     if not missing:

@@ -116,7 +116,7 @@ class Processes(AbstractContextManager["Processes"]):
             with (job.run / OUTPUT).open("a") as file:
                 process = self._start(file, slot)
                 if process is None:
-                    return "it was not begun"
+                    return "it was not started"
                 said = _tell(process, describe(job, self.data_dir))
                 code = process.wait()
             with self._lock:

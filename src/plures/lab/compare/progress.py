@@ -89,7 +89,7 @@ class Watch(AbstractContextManager["Watch"]):
     def _position(self, job: Job) -> str:
         last = _last(job)
         if last is None:
-            return "begins"
+            return "starting"
         return f"{last['stage']}, epoch {_records(job)} of {self.epochs[job.run]}, loss {last['loss']:.3f}"
 
     def _done(self) -> tuple[int, int]:

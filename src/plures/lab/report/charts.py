@@ -7,7 +7,8 @@ from typing import Any
 from markupsafe import Markup
 
 from plures.lab.report.drawing import Drawing, Panel, Range, Tick, nice_ticks, whole_ticks
-from plures.lab.report.gather import Answers, Calibration, Detail
+from plures.lab.report.gather import Answers, Detail
+from plures.metrics import CalibrationTable
 
 Record = Mapping[str, Any]
 
@@ -22,21 +23,20 @@ def reliability(detail: Detail, says: str) -> Markup:
     reliability(detail, "ECE falls from 0.06 to 0.03.")
     """
     one = detail.members == 1
-    pairs = [(f"{'one network' if one else 'ensemble'}, ECE {detail.together.ece:.3f}", detail.together)]
+    pairs = [(f"{'one network' if one else 'ensemble'}, ECE {detail.metrics['ece']:.3f}", detail.together)]
     if not one:
-        pairs.insert(0, (f"members alone, ECE {detail.alone.ece:.3f}", detail.alone))
+        pairs.insert(0, (f"members alone, ECE {detail.alone_ece:.3f}", detail.alone))
     drawing = Drawing(WIDTH, 204)
-    for place, (title, calibration) in enumerate(pairs):
+    for place, (title, table) in enumerate(pairs):
         panel = Panel(drawing, 30 + 174 * place, 26, 140, 140, (0, 1), (0, 1))
         y_ticks = EDGES if place == 0 else [(value, "") for value, _ in EDGES]
         panel.axes(EDGES, y_ticks, title=title, x_title="confidence, %")
         drawing.line([(panel.px(0), panel.py(0)), (panel.px(1), panel.py(1))], "ideal")
-        _dots(drawing, panel, calibration)
+        _dots(drawing, panel, table)
     return drawing.markup(says)
 
 
-def _dots(drawing: Drawing, panel: Panel, calibration: Calibration) -> None:
-    table = calibration.table
+def _dots(drawing: Drawing, panel: Panel, table: CalibrationTable) -> None:
     total = int(table.count.sum())
     bins = zip(table.count.tolist(), table.confidence.tolist(), table.accuracy.tolist(), strict=True)
     for count, confidence, accuracy in bins:

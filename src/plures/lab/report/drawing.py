@@ -1,10 +1,10 @@
 """A few lines of SVG: shapes have classes, and the page's style sheet colours them for light, dark and paper."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
+from matplotlib.ticker import MaxNLocator
 
 Range = tuple[float, float]
 Tick = tuple[float, str]
@@ -109,11 +109,8 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """
     if high <= low:
         low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-    rough = (high - low) / most
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
-    return [round(number * step, 10) for number in range(first, last + 1)]
+    found = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)
+    return [round(float(value), 10) for value in found]
 
 
 def whole_ticks(first: int, last: int, most: int = 6) -> list[Tick]:
@@ -122,9 +119,8 @@ def whole_ticks(first: int, last: int, most: int = 6) -> list[Tick]:
     >>> whole_ticks(1, 30)
     [(1, '1'), (5, '5'), (10, '10'), (15, '15'), (20, '20'), (25, '25'), (30, '30')]
     """
-    step = next(step for step in (1, 2, 5, 10, 20, 25, 50, 100, 10**9) if (last - first) / step <= most)
-    numbers = [first, *(number for number in range(first // step * step, last + 1, step) if number > first)]
-    return [(number, str(number)) for number in numbers]
+    found = MaxNLocator(most, steps=[1, 2, 5, 10], integer=True).tick_values(first, last)
+    return [(number, str(number)) for number in sorted({first, *map(int, found)}) if first <= number <= last]
 
 
 def _closed(name: str, attributes: str, tip: str) -> str:

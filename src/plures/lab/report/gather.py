@@ -2,9 +2,11 @@
 
 import base64
 import io
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +22,17 @@ from plures.lab.data import Split
 from plures.lab.evaluation.evaluate import predictions
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
+from plures.metrics import CalibrationTable
 
 PICTURES = 6  # test images shown of each kind
 LARGEST = 96  # pixels per side of a picture in the page: a photograph need not make it heavy
 
 
 @dataclass(frozen=True)
-class Vote:
-    """What one member says of one image, and how sure it is.
-
-    vote.label, vote.confidence
-    """
-
-    label: str
-    confidence: float
-
-
-@dataclass(frozen=True)
 class Picture:
     """A test image with the ensemble's answer and its members' votes.
 
-    picture.label, picture.truth, [vote.label for vote in picture.votes]
+    picture.label, picture.truth, [label for label, _ in picture.votes]
     """
 
     source: str  # a data: address
@@ -49,23 +41,12 @@ class Picture:
     label: str
     confidence: float
     epistemic: float  # nats
-    votes: tuple[Vote, ...]
+    votes: tuple[tuple[str, float], ...]  # the label of each member, and how sure it is
 
     @property
     def counts(self) -> list[tuple[str, int]]:
         """How many members give each label, the most frequent first."""
-        return Counter(vote.label for vote in self.votes).most_common()
-
-
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """Confidence and accuracy in bins, and the error that they amount to.
-
-    calibration.table.accuracy, calibration.ece
-    """
-
-    table: metrics.CalibrationTable
-    ece: float
+        return Counter(label for label, _ in self.votes).most_common()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +73,9 @@ class Detail:
     colour: str
     seed: int
     metrics: Mapping[str, Any]  # as in metrics.json
-    alone: Calibration  # the members' answers, each for itself
-    together: Calibration  # the ensemble's answers
-    alone_nll: float  # of one member, on average
+    alone: CalibrationTable  # of the members' answers, each for itself
+    alone_ece: float  # of one member, on average
+    together: CalibrationTable  # of the ensemble's answers
     added: tuple[tuple[float, float], ...]  # accuracy and NLL of the first one, two, three... members
     same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same answer
     right: Answers
@@ -121,7 +102,7 @@ def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
     confidence, label = mean.max(-1)
     right = label == targets
     epistemic = metrics.uncertainty(members).epistemic
-    pictures = _Pictures(test, members, mean, epistemic, targets)
+    picture = partial(_picture, test, members, targets)
     unsure = epistemic.argsort(descending=True, stable=True) if len(members) > 1 else torch.tensor([], dtype=torch.long)
     sure = confidence.argsort(descending=True, stable=True)
     pooled = members.flatten(0, 1), targets.repeat(len(members))
@@ -130,9 +111,9 @@ def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
         colour=colour,
         seed=run.recipe.seed,
         metrics=row.runs[0].metrics,
-        alone=Calibration(metrics.calibration_table(*pooled), _mean(metrics.ece(one, targets) for one in members)),
-        together=Calibration(metrics.calibration_table(mean, targets), metrics.ece(mean, targets)),
-        alone_nll=_mean(metrics.nll(one, targets) for one in members),
+        alone=metrics.calibration_table(*pooled),
+        alone_ece=statistics.fmean(metrics.ece(one, targets) for one in members),
+        together=metrics.calibration_table(mean, targets),
         added=tuple(
             (metrics.accuracy(first, targets), metrics.nll(first, targets))
             for first in (members[: count + 1].mean(0) for count in range(len(members)))
@@ -140,35 +121,26 @@ def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
         same_label=1 - metrics.disagreement(members).numpy(),
         right=_answers(mean[right], targets[right]),
         wrong=_answers(mean[~right], targets[~right]),
-        uncertain=tuple(map(pictures.of, unsure[:PICTURES].tolist())),
-        mistakes=tuple(map(pictures.of, sure[~right[sure]][:PICTURES].tolist())),
+        uncertain=tuple(map(picture, unsure[:PICTURES].tolist())),
+        mistakes=tuple(map(picture, sure[~right[sure]][:PICTURES].tolist())),
         records=tuple(RunFolder(run.path).records()),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Pictures:
-    test: Split
-    members: Tensor
-    mean: Tensor
-    epistemic: Tensor
-    targets: Tensor
-
-    def of(self, number: int) -> Picture:
-        names = self.test.info.classes
-        confidences, votes = self.members[:, number].max(-1)
-        confidence, label = self.mean[number].max(-1)
-        return Picture(
-            source=_data_address(_seen(self.test, number)),
-            number=number,
-            truth=names[int(self.targets[number])],
-            label=names[int(label)],
-            confidence=float(confidence),
-            epistemic=float(self.epistemic[number]),
-            votes=tuple(
-                Vote(names[vote], sure) for vote, sure in zip(votes.tolist(), confidences.tolist(), strict=True)
-            ),
-        )
+def _picture(test: Split, members: Tensor, targets: Tensor, number: int) -> Picture:
+    names = test.info.classes
+    answers = members[:, number]
+    confidences, votes = answers.max(-1)
+    confidence, label = answers.mean(0).max(-1)
+    return Picture(
+        source=_data_address(_seen(test, number)),
+        number=number,
+        truth=names[int(targets[number])],
+        label=names[int(label)],
+        confidence=float(confidence),
+        epistemic=float(metrics.uncertainty(answers[:, None]).epistemic),
+        votes=tuple((names[vote], sure) for vote, sure in zip(votes.tolist(), confidences.tolist(), strict=True)),
+    )
 
 
 def _seen(test: Split, number: int) -> npt.NDArray[np.uint8]:
@@ -192,8 +164,3 @@ def _answers(probabilities: Tensor, targets: Tensor) -> Answers:
     table = metrics.calibration_table(probabilities, targets)
     shares = table.count.double() / len(targets)
     return Answers(len(targets), tuple(shares.tolist()), float((shares * table.confidence).sum()))
-
-
-def _mean(values: Any) -> float:
-    listed = list(values)
-    return float(sum(listed) / len(listed))

@@ -77,22 +77,22 @@ def training(details: Sequence[Detail]) -> Section:
 
 def _reliability(details: Sequence[Detail]) -> Section:
     def says(one: Detail) -> str:
-        table = one.together.table
+        table = one.together
         gap = float((table.count * table.confidence).sum() / table.count.sum()) - one.metrics["accuracy"]
-        bias = f"{'overconfident' if gap > 0 else 'too modest'} by {abs(100 * gap):.1f} points on average"
+        bias = f"{'overconfident' if gap > 0 else 'underconfident'} by {abs(100 * gap):.1f} points on average"
         if one.members == 1:
-            return f"The only network has an ECE of {one.together.ece:.3f} and is {bias}."
+            return f"The only network has an ECE of {one.metrics['ece']:.3f} and is {bias}."
         return (
-            f"A member alone has an ECE of {one.alone.ece:.3f}, the ensemble one of {one.together.ece:.3f}; the "
+            f"A member alone has an ECE of {one.alone_ece:.3f}, the ensemble one of {one.metrics['ece']:.3f}; the "
             f"ensemble is {bias}."
         )
 
     return Section(
         "reliability",
         "Reliability, before and after ensembling",
-        "Each dot is a group of answers of similar confidence, the larger the more answers, and its height is the "
-        "percentage of right ones; on the dashed line confidence is earned, below it the network is overconfident, "
-        "above it too modest.",
+        "Each dot is a group of answers of similar confidence: its area grows with their number, its height is the "
+        "percentage that is correct. On the dashed line confidence equals accuracy; below it the network is "
+        "overconfident, above it underconfident.",
         _figures(details, says, charts.reliability),
     )
 
@@ -121,7 +121,7 @@ def _member_bars(details: Sequence[Detail]) -> Section:
 def _added_members(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Section:
     def says(one: Detail) -> str:
         if one.members == 1:
-            return "There is one network only: nothing to add."
+            return "There is only one network: no member can be added."
         change = added_change(one)
         return f"{change[0].upper()}{change[1:]}."
 
@@ -135,7 +135,7 @@ def _added_members(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Se
     return Section(
         "added",
         "As members are added one by one",
-        "The line shows the ensemble of the first one, two, three ... members; accuracy should rise and NLL fall."
+        "The line shows the ensemble of the first one, two, three ... members. Accuracy should rise and NLL fall."
         + behind,
         _figures(details, says, draw),
     )
@@ -146,12 +146,12 @@ def _agreement(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Sectio
 
     def says(one: Detail) -> str:
         if one.members == 1:
-            return "There is one network only: nobody to agree with."
+            return "There is only one network: there are no pairs to compare."
         pairs = [float(one.same_label[i, j]) for i in range(one.members) for j in range(i)]
         average = f", {percent(sum(pairs) / len(pairs))} on average" if len(pairs) > 1 else ""
         return (
-            f"Two members agree on {_between(pairs)} of the images{average}; inter-rater agreement, which asks whether "
-            f"they fail together, is {figure(one.metrics['agreement'])}."
+            f"Two members agree on {_between(pairs)} of the images{average}; inter-rater agreement, which tells "
+            f"whether they fail together, is {figure(one.metrics['agreement'])}."
         )
 
     return Section(
@@ -182,9 +182,8 @@ def _histograms(details: Sequence[Detail]) -> Section:
     return Section(
         "confidence",
         "Confidence of right and wrong answers",
-        "Upwards, how the right answers are spread over confidence; downwards, the wrong ones, each as a share of its "
-        "kind and on its own scale. The better an ensemble knows what it does not know, the further left the wrong "
-        "ones lie.",
+        "Upwards, the confidence of right answers; downwards, of wrong ones, each as a share of its kind and on its "
+        "own scale. The better an ensemble knows what it does not know, the further left the wrong ones lie.",
         _figures(details, says, lambda one, words: charts.confidence_histogram(one, highest, words)),
     )
 

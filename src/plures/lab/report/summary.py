@@ -10,8 +10,8 @@ from plures.lab.report.sections import added_change
 
 # Columns whose numbers stand large at the top, with their short names.
 MEANINGS = {
-    "accuracy %": ("accuracy", "of the test images answered right"),
-    "NLL": ("NLL", "surprise at the truth, in nats"),
+    "accuracy %": ("accuracy", "of the test images"),
+    "NLL": ("NLL", "negative log-likelihood, in nats"),
     "ECE": ("ECE", "gap between confidence and accuracy"),
 }
 
@@ -20,7 +20,7 @@ MEANINGS = {
 class Headline:
     """A number for the top of the page, what it means, and whose it is where there are several rows.
 
-    Headline("best accuracy", "95.6 %", "of the test images answered right", "deep-ensemble")
+    Headline("best accuracy", "95.6 %", "of the test images", "deep-ensemble")
     """
 
     title: str
@@ -48,7 +48,7 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
     networks = " and ".join(dict.fromkeys(run.config["recipe"]["model"] for row in rows for run in row.runs))
     who = f"{len(rows)} ways to use" if len(rows) > 1 else f"{rows[0].name} with"
     about = (
-        f"{who} the network {networks}, trained on {data['name']} and asked about {first.metrics['images']:,} test "
+        f"{who} the network {networks}, trained on {data['name']} and tested on {first.metrics['images']:,} "
         f"images of {len(data['classes'])} classes; {_seeds(rows)}."
     )
     return [about, *_gain([one for one in details if one.members > 1])]
