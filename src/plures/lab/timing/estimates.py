@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from plures import files
 from plures.errors import PluresError
 from plures.lab.recipes import Recipe
@@ -143,8 +145,9 @@ def seconds_per_step(stage: Any, recipe: Recipe, channels: int, size: int) -> fl
 
 
 def _file(cache: Path | None) -> Path:
-    folder = cache or Path(os.environ.get("PLURES_CACHE") or "~/.cache/plures")
-    return folder.expanduser() / "estimates.json"
+    # As `plures.lab.data.cache.cache_folder` has it, which needs torch.
+    given = cache or os.environ.get("PLURES_CACHE") or platformdirs.user_cache_path("plures", appauthor=False)
+    return Path(given).expanduser() / "estimates.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
