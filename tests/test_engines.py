@@ -1,12 +1,5 @@
 """Engines give the ensemble's answers, faster or in less memory."""
 
-import copy
-import os
-import subprocess
-import sys
-import threading
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,10 +7,10 @@ from torch import nn
 import networks
 import plures
 from plures import PluresError
-from plures.lab.timing.measure import one_thread
-from plures.methods.orthogonal_dropout.engines.engines import Lean, PackedOwners, Unfolded, foldable
+from plures.methods.orthogonal_dropout.engines.folding import foldable
+from plures.methods.orthogonal_dropout.engines.lean import Lean, PackedOwners
+from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.masks import owned_part
-from plures.threads import side_by_side
 
 
 @pytest.fixture(params=networks.ALL, ids=lambda make: make.__name__, scope="module")
@@ -48,103 +41,6 @@ def test_with_folding_both_engines_give_the_same_bits_near_the_ensemble(ensemble
         torch.testing.assert_close(lean, ensemble(images), atol=1e-4, rtol=1e-3)
 
 
-def test_members_side_by_side_give_the_bits_of_one_thread_however_many_run(ensemble) -> None:
-    images = networks.images(7)
-    with torch.no_grad(), one_thread():
-        expected = ensemble.engine("unfolded")(images)
-    for threads in (1, 2, 5):
-        engine = ensemble.engine("unfolded", threads=threads)
-        with torch.no_grad():
-            assert engine(images).equal(expected)
-        in_batches = engine.predict(images, batch_size=3)
-        torch.testing.assert_close(in_batches.members, expected.softmax(-1), atol=1e-5, rtol=1e-4)
-
-
-def test_members_side_by_side_run_in_the_modes_of_the_caller_and_leave_its_threads_alone() -> None:
-    engine = trained(networks.mlp(), members=3).engine("unfolded", threads=2)
-    before, images = torch.get_num_threads(), networks.images().requires_grad_()
-    engine(images).sum().backward()
-    assert images.grad is not None
-    assert bool(images.grad.any())
-
-    def modes(_: object) -> tuple[bool, bool]:
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    for mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
-        with mode:
-            assert side_by_side(modes, [0], threads=2) == [modes(0)]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert engine(images).dtype == torch.bfloat16
-    assert torch.get_num_threads() == before
-    seen_by_new_thread: list[int] = []
-    thread = threading.Thread(target=lambda: seen_by_new_thread.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert seen_by_new_thread == [before]
-    assert copy.deepcopy(engine)(images).equal(engine(images))
-
-
-def test_members_side_by_side_can_be_transformed_and_traced() -> None:
-    ensemble = trained(networks.mlp(), members=3)
-    plain, engine = ensemble.engine("unfolded"), ensemble.engine("unfolded", threads=2)
-    images = networks.images(4)
-    gradients = [torch.func.grad(lambda x, e=e: e(x).sum())(images) for e in (plain, engine)]
-    assert bool(gradients[0].any())
-    torch.testing.assert_close(*gradients)
-    torch.testing.assert_close(torch.vmap(engine)(images.unsqueeze(1))[:, :, 0], plain(images).transpose(0, 1))
-    exported = torch.export.export(engine, (images,)).module()
-    torch.testing.assert_close(exported(2 * images), plain(2 * images))
-
-
-def test_no_member_runs_in_two_threads_at_a_time_and_calls_may_be_nested() -> None:
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(4, networks.CLASSES)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen = x
-            logits = self.body(x)
-            assert self.seen is x
-            return logits
-
-    engine = trained(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4), Remembers()), members=2).engine(
-        "unfolded", threads=4
-    )
-    images = networks.images(64)
-    expected = engine.predict(images).members
-    torch.testing.assert_close(engine.predict(images, batch_size=1).members, expected)
-    with torch.no_grad():
-        nested = side_by_side(lambda batch: engine(batch), [images, images, images], threads=2)
-    torch.testing.assert_close(nested[2].softmax(-1), expected)
-
-
-def test_an_error_of_a_member_that_runs_side_by_side_arrives() -> None:
-    engine = trained(networks.mlp(), members=3).engine("unfolded", threads=2)
-    with pytest.raises(RuntimeError, match="shape"):
-        engine(torch.zeros(2, 5))
-    assert engine(networks.images()).shape[0] == 3
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_members_run_side_by_side_in_a_forked_process_too() -> None:
-    program = """
-import os, warnings, torch, networks, plures
-warnings.simplefilter("ignore")
-ensemble = plures.OrthogonalDropout(networks.mlp(), members=2, optimize_masks=False)
-for stage in ensemble.stages(): pass
-engine = ensemble.engine("unfolded", threads=2)
-engine(networks.images(2))
-child = os.fork()
-if child == 0:
-    engine(networks.images(2))
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-"""
-    run = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, timeout=120)
-    assert run.returncode == 0
-
-
 def test_an_engine_leaves_the_ensemble_alone(ensemble) -> None:
     before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     images = networks.images()
@@ -163,7 +59,7 @@ def trained(network: nn.Module, **options) -> plures.OrthogonalDropout:
 
 def test_batch_norm_really_goes_into_the_convolutions() -> None:
     ensemble = trained(networks.resnet(), members=2)
-    assert foldable(ensemble)["stem"] == "norm"
+    assert foldable(ensemble.split)["stem"] == "norm"
     for engine in (ensemble.engine("lean"), ensemble.engine("unfolded")):
         assert not [module for module in engine.modules() if isinstance(module, nn.BatchNorm2d)]
 
@@ -179,7 +75,7 @@ def test_a_convolution_whose_output_goes_elsewhere_too_is_not_folded() -> None:
             return self.head((y + self.norm(y)).mean((2, 3)))
 
     ensemble = trained(Forked(), members=2)
-    assert foldable(ensemble) == {}
+    assert foldable(ensemble.split) == {}
     with torch.no_grad():
         assert ensemble.engine()(networks.images()).equal(ensemble(networks.images()))
 
@@ -190,7 +86,7 @@ def test_depthwise_convolutions_with_bias_and_kernels_fold_too(granularity: str)
     body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8, affine=False)
     network = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     ensemble = trained(network, members=3, granularity=granularity)
-    assert foldable(ensemble) == {"0": "1", "2": "3"}
+    assert foldable(ensemble.split) == {"0": "1", "2": "3"}
     with torch.no_grad():
         lean, unfolded = (ensemble.engine(kind)(networks.images()) for kind in ("lean", "unfolded"))
         assert lean.equal(unfolded)
@@ -205,11 +101,6 @@ def test_the_memory_allowed_chooses_the_engine() -> None:
     assert isinstance(ensemble.engine(), Unfolded)
     with pytest.raises(PluresError, match="kind='fast'; use one of lean, unfolded"):
         ensemble.engine("fast")  # type: ignore[arg-type]
-    for choice in ({"kind": "lean"}, {"memory": 1}):
-        with pytest.raises(PluresError, match="threads=2 needs the unfolded engine"):
-            ensemble.engine(**choice, threads=2)
-    with pytest.raises(PluresError, match="threads=0; it must be at least 1"):
-        ensemble.engine("unfolded", threads=0)
     for kind in (None, "lean", "unfolded"):
         with pytest.raises(PluresError, match="no member of this ensemble is trained"):
             plures.OrthogonalDropout(networks.mlp()).engine(kind)
@@ -264,7 +155,7 @@ def test_tied_norm_layers_are_not_folded() -> None:
             return self.head(self.m(self.b(self.n(self.a(x)))).mean((2, 3)))
 
     ensemble = trained(Tied(), members=2)
-    assert foldable(ensemble) == {}
+    assert foldable(ensemble.split) == {}
     with torch.no_grad():
         for kind in ("lean", "unfolded"):
             torch.testing.assert_close(ensemble.engine(kind)(networks.images()), ensemble(networks.images()))

@@ -250,7 +250,7 @@ def test_naming_the_layer_that_makes_the_logits_helps():
         ({"batch_repetition": 0}, "batch_repetition=0"),
         ({"input_repetition": 1.5}, "input_repetition=1.5"),
         ({"first": "stam"}, "did you mean stem"),
-        ({"last": "norm"}, "last='norm' is no Linear or convolution"),
+        ({"last": "norm"}, "there is no Linear or convolution for last= 'norm'"),
         ({"first": "classifier"}, "cannot be the first and the last layer"),
         ({"init": "zeros"}, "init='zeros'"),
     ],

@@ -59,7 +59,8 @@ def test_owners_partition_every_split_tensor(case) -> None:
     split = [name for name, role in plures.roles(network).items() if role == "split"]
     assert set(ensemble.owners) <= set(split)
     for name, owners in ensemble.owners.items():
-        assert owners.shape == dict(network.named_parameters())[name].shape
+        weight = dict(network.named_parameters())[name]
+        assert owners.shape == (*weight.shape[:2], *[1] * (weight.dim() - 2)), "whole kernels have one owner"
         count = torch.bincount(owners.flatten().int(), minlength=3)
         assert count.sum() == owners.numel()
         assert count.numel() == 3, "nothing is free in the end"
@@ -205,7 +206,7 @@ def test_the_stages_are_those_of_the_paper(caplog) -> None:
 
 
 def test_each_stage_trains_what_it_should() -> None:
-    ensemble = OrthogonalDropout(mlp(), members=2)
+    ensemble = OrthogonalDropout(mlp(), members=2, classifier="fixed")
     for stage in ensemble.stages():
         trainable = {name for name, parameter in stage.named_parameters() if parameter.requires_grad}
         scores = {name for name in trainable if name.endswith("scores")}
@@ -389,11 +390,11 @@ def test_channels_last_networks_split_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"members": 1}, "members=1: a network splits into 2 to 255 members"),
+        ({"members": 1}, "members=1; use a whole number, from 2 to 255"),
         ({"members": 300}, "members=300"),
-        ({"members": 200}, "'0.weight' has 144 weights and cannot be split among 200 members"),
+        ({"members": 200}, "'0.weight' has 144 kernels and cannot be split among 200 members"),
         ({"init": "warm"}, "init='warm'; use one of fresh, given"),
-        ({"classifier": "none"}, "classifier='none'; use one of fixed, split, private"),
+        ({"classifier": "none"}, "classifier='none'; use one of private, split, fixed"),
         ({"granularity": "layer"}, "granularity='layer'"),
     ],
 )
@@ -406,7 +407,7 @@ def test_bad_networks_and_members_are_refused() -> None:
     with pytest.raises(PluresError, match="network must be an nn.Module, not str"):
         OrthogonalDropout("resnet18")  # type: ignore[arg-type]
     with pytest.raises(PluresError, match="has no Linear to take for the classifier"):
-        OrthogonalDropout(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)))
+        OrthogonalDropout(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), classifier="fixed")
     ensemble = OrthogonalDropout(mlp(), members=3)
     with pytest.raises(PluresError, match="no member of this ensemble is trained"):
         ensemble.predict(INPUTS)
@@ -538,7 +539,7 @@ def test_numbers_of_numpy_are_stored_as_numbers(tmp_path) -> None:
 
 def test_masks_lie_in_memory_as_their_weights_do() -> None:
     network = networks.resnet().to(memory_format=torch.channels_last)
-    stage = next(OrthogonalDropout(network, members=2).stages())
+    stage = next(OrthogonalDropout(network, members=2, granularity="weight").stages())
     weight = stage.network.blocks[0].conv1.parametrizations.weight
     assert weight.original.is_contiguous(memory_format=torch.channels_last)
     assert weight[0].mask.stride() == weight.original.stride()

@@ -122,10 +122,11 @@ def test_running_statistics_are_each_members_own():
         torch.testing.assert_close(stage.network.network.norm.running_mean.chunk(2)[member], 0.1 * own)
 
 
-def test_the_loss_is_the_mean_over_members_that_all_see_every_sample():
-    stage = open_stage(plures.PackedEnsemble(networks.mlp(), members=4))
+@pytest.mark.parametrize(("reduction", "divisor"), [("sum", 1), ("mean", 4)])
+def test_the_loss_is_that_of_each_member_or_their_mean_and_all_see_every_sample(reduction, divisor):
+    stage = open_stage(plures.PackedEnsemble(networks.mlp(), members=4, reduction=reduction))
     logits = stage.logits(images())
-    expected = sum(F.cross_entropy(member, labels()) for member in logits) / 4
+    expected = sum(F.cross_entropy(member, labels()) for member in logits) / divisor
     torch.testing.assert_close(stage(images(), labels()), expected)
 
 
@@ -276,7 +277,7 @@ def normalised(network):
         (networks.mlp, {"gamma": 1.0}, "gamma=1.0"),
         (networks.mlp, {"alpha": 2.0, "gamma": 3}, "of the 32 channels of '3', in 3 groups"),
         (networks.group_norm_resnet, {"alpha": 2.5}, "10 of the 16 channels of 'norm', in 4 groups; use alpha=2 or 3"),
-        (networks.mlp, {"first": "2"}, "first='2' is no Linear"),
+        (networks.mlp, {"first": "2"}, "there is no Linear or convolution for first= '2'"),
         (networks.resnet, {"last": "clasifier"}, "did you mean classifier"),
         (networks.transformer, {}, "the network itself, Encoder, has parameters"),
         (lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)), {}, "Embedding '0' has parameters"),

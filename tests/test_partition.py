@@ -86,7 +86,7 @@ def test_packing_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("members", [1, 0, 256, 300, 2.5, "5"])
 def test_member_counts_out_of_range_are_refused(members) -> None:
-    with pytest.raises(PluresError, match="2 to 255 members"):
+    with pytest.raises(PluresError, match="from 2 to 255"):
         Partition({"w": (300, 300)}, members)
 
 

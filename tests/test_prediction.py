@@ -116,7 +116,7 @@ def test_nan_is_refused_with_its_place(ensemble) -> None:
     with pytest.raises(PluresError, match=r"NaN, first at \[2, 5\]"):
         ensemble.predict(inputs)
     inputs[2, 5] = torch.inf
-    with pytest.raises(PluresError, match="member 0 gave NaN for sample 2"):
+    with pytest.raises(PluresError, match="member 0 returned NaN for sample 2"):
         ensemble.predict(inputs)
 
 

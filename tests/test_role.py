@@ -41,8 +41,8 @@ def test_roles_of_the_usual_layers() -> None:
         "up.bias": "private",
         "hidden.weight": "split",
         "hidden.bias": "private",
-        "head.weight": "shared",
-        "head.bias": "shared",
+        "head.weight": "private",
+        "head.bias": "private",
     }
 
 
@@ -51,7 +51,7 @@ def test_attention_projections_are_split_and_the_last_of_them_is_no_classifier()
     roles = plures.roles(network)
     assert roles["1.in_proj_weight"] == roles["1.out_proj.weight"] == "split"
     assert roles["1.in_proj_bias"] == "private"
-    assert roles["0.weight"] == "shared"
+    assert roles["0.weight"] == "private", "a small classifier"
     separate = plures.roles(nn.Sequential(nn.MultiheadAttention(8, 2, kdim=4, vdim=4), nn.Linear(8, 2)))
     assert {name for name, role in separate.items() if role == "split"} == {
         "0.q_proj_weight",
@@ -62,9 +62,24 @@ def test_attention_projections_are_split_and_the_last_of_them_is_no_classifier()
 
 
 def test_the_user_names_the_classifier() -> None:
-    roles = plures.roles(Small(), classifier="hidden")
+    roles = plures.roles(Small(), classifier="hidden", fixed=True)
     assert roles["hidden.weight"] == roles["hidden.bias"] == "shared"
     assert roles["head.weight"] == "split"
+    assert plures.roles(Small(), classifier="hidden")["hidden.weight"] == "private"
+
+
+def test_classifiers_and_embeddings_are_private_where_they_are_small_and_split_where_they_are_large() -> None:
+    network = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 400), nn.Linear(400, 100))
+    roles = plures.roles(network)
+    assert (roles["0.weight"], roles["2.weight"], roles["2.bias"]) == ("private", "split", "private")
+    large = nn.Sequential(nn.Embedding(10_000, 8), nn.Linear(8, 400), nn.Linear(400, 10))
+    assert (plures.roles(large)["0.weight"], plures.roles(large)["2.weight"]) == ("split", "private")
+    assert plures.roles(large, embeddings="shared")["0.weight"] == "shared"
+    with pytest.raises(PluresError, match="embeddings='frozen'; use one of"):
+        plures.roles(large, embeddings="frozen")
+
+
+def test_names_of_modules_are_checked() -> None:
     with pytest.raises(PluresError, match="classifier='haed' is no module of the network; did you mean head"):
         plures.roles(Small(), classifier="haed")
     with pytest.raises(PluresError, match="is a BatchNorm2d"):
@@ -87,7 +102,7 @@ def test_tied_tensors_have_one_role() -> None:
     assert roles["words.weight"] == roles["read.weight"] == "private"
     assert roles["first.weight"] == roles["second.weight"] == "split"
     assert canonical(network)["second.weight"] == "first.weight"
-    assert plures.roles(network, classifier="read")["words.weight"] == "shared"
+    assert plures.roles(network, classifier="read", fixed=True)["words.weight"] == "shared"
     with pytest.raises(PluresError, match="'first.weight' and 'second.weight' are one tied tensor"):
         check_roles(network, {**roles, "second.weight": "private"})
 
@@ -125,4 +140,5 @@ def test_missing_roles_and_nothing_to_split_are_refused() -> None:
     with pytest.raises(PluresError, match="LayerNorm has nothing to split"):
         plures.roles(nn.LayerNorm(4))
     with pytest.raises(PluresError, match="Linear has nothing to split: no tensor has the role 'split'"):
-        plures.OrthogonalDropout(nn.Linear(4, 3))
+        plures.OrthogonalDropout(nn.Linear(4, 3), classifier="fixed")
+    assert plures.roles(nn.Linear(4, 3))["weight"] == "split", "the only layer is what there is to split"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plures.methods.masksembles import Masksembles
     from plures.methods.mc_dropout import MCDropout
     from plures.methods.mimo import MIMO
-    from plures.methods.orthogonal_dropout.engines.engines import Engine
+    from plures.methods.orthogonal_dropout.engines.engine import Engine
     from plures.methods.orthogonal_dropout.masks import Keep, TopK
     from plures.methods.orthogonal_dropout.method import OrthogonalDropout
     from plures.methods.orthogonal_dropout.partition import Partition
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from plures.storage import load, save
 
 _HOMES = {
-    "Engine": "plures.methods.orthogonal_dropout.engines.engines",
+    "Engine": "plures.methods.orthogonal_dropout.engines.engine",
     "Ensemble": "plures.ensemble",
     "Keep": "plures.methods.orthogonal_dropout.masks",
     "Partition": "plures.methods.orthogonal_dropout.partition",

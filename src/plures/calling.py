@@ -1,25 +1,12 @@
 """How a network is called: its arguments, in chunks, and the logits that it returns."""
 
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plures.errors import PluresError
-
-_SWAPPING = threading.RLock()
-
-
-def swapping() -> AbstractContextManager[object]:
-    """Let one thread at a time run a network with other tensors in it: two would restore each other's.
-
-    with swapping(): ...
-    """
-    return nullcontext() if torch.compiler.is_compiling() else _SWAPPING
 
 
 class Arguments(NamedTuple):
@@ -54,14 +41,16 @@ def call(network: nn.Module, inputs: Any) -> Any:
     return network(*args, **kwargs)
 
 
-def call_with(network: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
-    """Call a network with other tensors in the place of its own; a name that it does not have is an error.
+def call_with(network: nn.Module, values: Mapping[str, Tensor], at: Mapping[str, str], inputs: Any) -> Any:
+    """Call a network with other tensors in the place of its own; `at` is its `places`.
 
-    output = call_with(network, {"fc.weight": weight}, images)
+        output = call_with(shell(network), {"fc.weight": weight}, places(network), images)
+
+    While it runs the tensors stand in the network, where every thread sees them: give a `shell` that is yours alone.
     """
-    with swapping():
-        everything = dict(network.named_parameters()) | dict(network.named_buffers()) | dict(values)
-        return functional_call(network, everything, *arguments(inputs), strict=True)
+    # Tied tensors are named one by one: to let torch look for them takes longer than a small layer runs.
+    given = {place: values[first] for place, first in at.items() if first in values}
+    return functional_call(network, given, *arguments(inputs), tie_weights=False)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -87,25 +76,40 @@ def refuse_nan(inputs: Any) -> None:
             raise PluresError(f"the inputs hold NaN, first at {place}: clean the data before predicting")
 
 
+def batch_of(inputs: Any) -> Tensor | None:
+    """Find the tensor whose first axis is the batch: the first one that has an axis.
+
+    len(batch_of({"pixel_values": images}))
+    """
+    args, kwargs = arguments(inputs)
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0), None)
+
+
+def rows_of(inputs: Any, rows: slice) -> Arguments:
+    """Take some samples of a batch of inputs; what has another length than the batch goes along whole.
+
+    rows_of({"pixel_values": images, "scale": 2.0}, slice(0, 32))
+    """
+    args, kwargs = arguments(inputs)
+    batch = batch_of(inputs)
+
+    def cut(value: Any) -> Any:
+        batched = isinstance(value, Tensor) and value.dim() > 0 and batch is not None and len(value) == len(batch)
+        return value[rows] if batched else value
+
+    return Arguments(tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()})
+
+
 def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
     """Cut a batch of inputs into batches of at most `size` samples.
 
-        for chunk in chunks({"pixel_values": images}, 32): ...
-
-    The first tensor says how many samples there are; what has another length goes along whole.
+    for chunk in chunks({"pixel_values": images}, 32): ...
     """
-    args, kwargs = arguments(inputs)
-    batched = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
-    if size is None or not batched:
+    if size is not None and size < 1:
+        raise PluresError(f"batch_size={size}; it must be at least 1")
+    batch = batch_of(inputs)
+    if size is None or batch is None:
         yield inputs
         return
-    if size < 1:
-        raise PluresError(f"batch_size={size}; it must be at least 1")
-    length = len(batched[0])
-    for start in range(0, max(length, 1), size):
-
-        def cut(value: Any, start: int = start) -> Any:
-            batched_too = isinstance(value, Tensor) and value.dim() > 0 and len(value) == length
-            return value[start : start + size] if batched_too else value
-
-        yield Arguments(tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()})
+    for start in range(0, max(len(batch), 1), size):
+        yield rows_of(inputs, slice(start, start + size))

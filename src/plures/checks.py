@@ -35,7 +35,7 @@ def one_of(name: str, value: Any, accepted: Collection[Any]) -> None:
     one_of("granularity", granularity, get_args(Granularity))
     """
     if not isinstance(value, str | None) or value not in accepted:
-        raise PluresError(f"{name}={value!r}; use one of {', '.join(map(str, accepted))}")
+        raise PluresError(f"{name}={value!r}; use one of {', '.join(one for one in accepted if one is not None)}")
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> None:

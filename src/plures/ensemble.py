@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from plures.calling import call, logits_of
 from plures.errors import PluresError
 from plures.prediction import Predictor
-from plures.tensors import aliases, own_tensors, refuse_unfinished, tensors
+from plures.tensors import aliases, check_network, overwrite, own_tensors, tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -80,7 +82,9 @@ class Stage(nn.Module):
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
-        return self.loss(self.logits(inputs), targets)
+        logits = self.logits(inputs)
+        refuse_one_class(self.loss, logits)
+        return self.loss(logits, targets)
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Give an optimizer what the stage trains, with the weight decay that the method wants where.
@@ -112,6 +116,30 @@ class Stage(nn.Module):
         self.committed = True
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a file holds of an ensemble; its tensors are read one by one, when they are needed.
+
+        stored.options["members"], stored.shapes["network.fc.weight"]
+        weight = stored.read("network.fc.weight")
+
+    `members` names those to be read, where not all are.
+    """
+
+    options: Mapping[str, Any]
+    state: Mapping[str, Any]
+    shapes: Mapping[str, Sequence[int]]
+    read: Callable[[str], Tensor]
+    members: Sequence[int] | None = None
+
+    def check(self, name: str, axis: int, expected: int) -> None:
+        """Refuse a file whose options promise another size than it holds, before anything of that size is made."""
+        shape = self.shapes.get(name)
+        if shape is None or len(shape) <= axis or shape[axis] != expected:
+            found = "missing" if shape is None else f"of shape {list(shape)}"
+            raise PluresError(f"tensor {name!r} is {found}, but the file's options need {expected} on axis {axis}")
+
+
 class Ensemble(Predictor, ABC):
     """Predict with several members at once; trained stage by stage.
 
@@ -119,6 +147,7 @@ class Ensemble(Predictor, ABC):
             train(stage)
         logits = ensemble(images)  # [members, batch, classes]
         prediction = ensemble.predict(images)
+        print(ensemble)  # members, sizes, and what the file will weigh
 
     An ensemble only predicts: its networks stay in eval mode, whatever `train()` is told, and stages, which are copies,
     do the training. A method implements `plan`, `open` and `forward`.
@@ -126,12 +155,12 @@ class Ensemble(Predictor, ABC):
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
-        if not isinstance(network, nn.Module):
-            raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
-        refuse_unfinished(network)
+        check_network(network)
         self.loss: Loss = loss or F.cross_entropy
         self.shapes = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
         self.tied = aliases(network)
+        self.plain_bytes = sum(tensor.nbytes for tensor in own_tensors(network).values())
+        self.split_from = type(network).__name__
 
     @abstractmethod
     def plan(self) -> list[Step]:
@@ -169,6 +198,27 @@ class Ensemble(Predictor, ABC):
             if not stage.committed:
                 stage.commit()
 
+    def summary(self) -> str:
+        """Say in a few lines what the ensemble is: members, stages, sizes, and what its file will weigh.
+
+        print(ensemble.summary())
+        """
+        return "\n".join([self._heading(), *self.size_lines()])
+
+    def size_lines(self) -> list[str]:
+        """Say how large the ensemble is; a method that has more to say than this overrides it."""
+        return [file_line(sum(tensor.nbytes for tensor in self.tensors().values()), self.plain_bytes)]
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _heading(self) -> str:
+        plan = self.plan()
+        done = sum(step.committed for step in plan)
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
+        progress = "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
+        return f"{type(self).__name__} of {self.split_from} ({options}): {progress}"
+
     def state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors, as JSON values."""
         return {}
@@ -178,23 +228,49 @@ class Ensemble(Predictor, ABC):
         return {name: as_stored(tensor, dtype) for name, tensor in own_tensors(self).items()}
 
     @classmethod
-    def restore(
-        cls,
-        network: nn.Module,
-        options: Mapping[str, Any],
-        state: Mapping[str, Any],
-        read: Callable[[str], Tensor],
-        names: Sequence[str],
-        members: Sequence[int] | None,
-    ) -> Self:
-        """Build an ensemble from what `options`, `state` and `tensors` gave; `read` gets one of the named tensors."""
-        if members is not None:
-            raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(members)}")
-        ensemble = cls(network, **options)
-        with torch.no_grad():
-            for name, tensor in own_tensors(ensemble).items():
-                tensor.copy_(read(name))
+    def restore(cls, network: nn.Module, stored: Stored) -> Self:
+        """Build an ensemble from what `options`, `state` and `tensors` gave."""
+        cls.check_stored(network, stored)
+        ensemble = cls(network, **stored.options)
+        ensemble.fill(stored)
         return ensemble
+
+    @classmethod
+    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+        """Refuse a file before anything is built from its options, which may promise more than memory holds."""
+        if stored.members is not None:
+            raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(stored.members)}")
+
+    def fill(self, stored: Stored) -> None:
+        """Take over tensors and progress from a file that an ensemble of the same network and options wrote."""
+        with torch.no_grad():
+            for name, tensor in own_tensors(self).items():
+                overwrite(tensor, stored.read(name), name)
+
+
+SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_masks")
+
+
+def refuse_one_class(loss: Loss, logits: Tensor) -> None:
+    """Refuse to train one number per sample with cross-entropy, which is zero for a single class.
+
+    refuse_one_class(F.cross_entropy, network(images))
+    """
+    if loss is F.cross_entropy and logits.dim() > 1 and logits.shape[-1 if logits.dim() == 3 else 1] == 1:
+        raise PluresError(
+            f"the network returned {list(logits.shape)}: one number per sample, whose cross-entropy is always zero; "
+            "return one logit per class (two for yes and no), or give a loss of your own, as for regression: loss=..."
+        )
+
+
+def file_line(stored: float, plain: float) -> str:
+    """Word the size of an ensemble's file.
+
+    >>> file_line(1_080_000, 1_000_000)
+    'file: about 1.1 MB, 1.08 x the plain network'
+    """
+    unit, size = ("MB", 1e6) if stored >= 1e6 else ("kB", 1e3)
+    return f"file: about {stored / size:.1f} {unit}, {stored / plain if plain else math.nan:.2f} x the plain network"
 
 
 def as_stored(tensor: Tensor, dtype: torch.dtype | None, like: Tensor | None = None) -> Tensor:

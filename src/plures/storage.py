@@ -1,13 +1,10 @@
 """Keep an ensemble in one safetensors file: no pickle, every tensor checked, written beside and renamed."""
 
-import hashlib
 import json
-import os
-import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures.ensemble import Ensemble, Loss
+from plures.ensemble import Ensemble, Loss, Stored
 from plures.errors import PluresError
+from plures.files import digest, replacing
 from plures.methods import METHODS
-from plures.tensors import aliases, tensors
+from plures.tensors import aliases, check_network, tensors
 from plures.version import __version__
 
 FORMAT = 1
@@ -55,7 +53,12 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
         separators=(",", ":"),
     )
     # One entry: the order of several is not defined, and equal ensembles shall give equal bytes.
-    _write_beside_and_rename(stored, {"plures": f"{_digest(document.encode())} {document}"}, path)
+    metadata = {"plures": f"{digest(document.encode())} {document}"}
+    with replacing(path) as beside:
+        try:
+            save_file(stored, beside, metadata=metadata)
+        except SafetensorError as error:  # its way to say that the disk is full
+            raise OSError(str(error)) from error
 
 
 def load(
@@ -64,6 +67,7 @@ def load(
     *,
     members: Sequence[int] | None = None,
     loss: Loss | None = None,
+    method: type[Ensemble] | None = None,
 ) -> Ensemble:
     """Read an ensemble back; the network gives the code, the file gives the numbers.
 
@@ -72,16 +76,49 @@ def load(
 
     `network` is a network of the class that was saved, or a function that makes one; it is copied, not changed. With
     `members` only those are read. Nothing in the file is ever executed, and a damaged file is refused. A file cannot
-    hold a loss: to train on with one of your own, give it again.
+    hold a loss: to train on with one of your own, give it again. A file of a method from outside of plures is read with
+    that `method`, a class: the file imports nothing by itself.
     """
     path = Path(path)
+    made = network if isinstance(network, nn.Module) else _made(network)
+
+    def build(document: dict[str, Any], stored: Stored) -> Ensemble:
+        _same_network(path, made, document["shapes"], document["tied"])
+        ensemble = _method(path, document["method"], method).restore(made, stored)
+        ensemble.loss = loss or (_missing_loss if document["own_loss"] else F.cross_entropy)
+        return ensemble
+
+    return _reading(path, members, build)
+
+
+def refill(ensemble: Ensemble, path: str | Path) -> None:
+    """Bring an ensemble to where a file is that an ensemble of the same network, method and options wrote.
+
+        refill(ensemble, "runs/first/partial.safetensors")
+
+    It keeps its loss.
+    """
+    path = Path(path)
+
+    def fill(document: dict[str, Any], stored: Stored) -> None:
+        _same_shapes(path, ensemble.shapes, document["shapes"])
+        if document["method"] != type(ensemble).__name__:
+            raise PluresError(f"{path} holds a {document['method']}, not a {type(ensemble).__name__}")
+        ensemble.fill(stored)
+
+    _reading(path, None, fill)
+
+
+Result = TypeVar("Result")
+
+
+def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
+    """Open a file, check its header, and put into one sentence whatever is wrong with it."""
     if not path.is_file():
         raise PluresError(f"there is no file {path}")
-    made = network if isinstance(network, nn.Module) else network()
     try:
         with safe_open(path, framework="pt") as file:
             document = _document(path, file.metadata())
-            _same_network(path, made, document["shapes"], document["tied"])
             checksums = document["checksums"]
             if set(file.keys()) != set(checksums):
                 raise PluresError(f"{path} is damaged: its list of tensors does not match its header")
@@ -94,32 +131,64 @@ def load(
                     raise PluresError(f"{path} is damaged: tensor {name!r} does not match its checksum")
                 return tensor
 
-            method: type[Ensemble] = getattr(import_module(METHODS[document["method"]]), document["method"])
-            restore_arguments = (document["options"], document["state"], read, list(checksums), members)
-            ensemble = method.restore(made, *restore_arguments)
-            ensemble.loss = loss or (_missing_loss if document["own_loss"] else F.cross_entropy)
-            return ensemble
+            shapes = {name: file.get_slice(name).get_shape() for name in checksums}
+            return use(document, Stored(document["options"], document["state"], shapes, read, members))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
-        raise PluresError(f"{path} is damaged or no safetensors file: {error}") from None
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise PluresError(f"{path} is damaged or not a safetensors file: {error}") from None
+    except UNREADABLE as error:
         raise PluresError(f"{path} cannot be read as an ensemble: {type(error).__name__}: {error}") from error
+
+
+# What a header by a stranger's hand can lead to: wrong types, missing keys, numbers beyond all bounds.
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    network = make() if callable(make) else make
+    check_network(network)
+    return network
+
+
+def _method(path: Path, name: str, given: type[Ensemble] | None) -> type[Ensemble]:
+    if given is not None:
+        if name != given.__name__:
+            raise PluresError(f"{path} holds a {name}, not a {given.__name__}: leave out method=, or give that class")
+        return given
+    if name not in METHODS:
+        raise PluresError(
+            f"{path} holds a {name}, which plures {__version__} does not know: if it is a method of your own, give its "
+            "class, plures.load(..., method=...)"
+        )
+    found: type[Ensemble] = getattr(import_module(METHODS[name]), name)
+    return found
 
 
 def _document(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if metadata is None or "plures" not in metadata:
         raise PluresError(f"{path} was not written by plures.save: its header has no 'plures' entry")
     checksum, _, text = metadata["plures"].partition(" ")
-    if checksum != _digest(text.encode()):
+    if checksum != digest(text.encode()):
         raise PluresError(f"{path} is damaged: its header does not match its checksum")
-    document: dict[str, Any] = json.loads(text)
+    document: dict[str, Any] = json.loads(text, parse_constant=_refuse_constant)
     if document["format"] > FORMAT:
         raise PluresError(
             f"{path} has format {document['format']}, written by plures {document['library']}; this is plures "
             f"{__version__}, which reads up to format {FORMAT}: upgrade it"
         )
-    if document["method"] not in METHODS:
-        raise PluresError(f"{path} holds a {document['method']}, which plures {__version__} does not know")
     return document
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
 
 
 def _missing_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -127,9 +196,12 @@ def _missing_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]], tied: dict[str, str]) -> None:
-    if not isinstance(network, nn.Module):
-        raise PluresError(f"network must be an nn.Module or a function that makes one, not {type(network).__name__}")
-    given = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
+    _same_shapes(path, {name: list(tensor.shape) for name, tensor in tensors(network).items()}, stored)
+    if tied != aliases(network):
+        raise PluresError(f"{path} was saved from another network; tied there: {tied}, here: {aliases(network)}")
+
+
+def _same_shapes(path: Path, given: dict[str, list[int]], stored: dict[str, list[int]]) -> None:
     differing = [
         f"{name}: {stored.get(name, 'absent')} in the file, {given.get(name, 'absent')} in the network"
         for name in dict.fromkeys([*stored, *given])
@@ -138,34 +210,9 @@ def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]], 
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise PluresError(f"{path} was saved from another network; {'; '.join(differing[:3])}{more}")
-    if tied != aliases(network):
-        raise PluresError(f"{path} was saved from another network; tied there: {tied}, here: {aliases(network)}")
-
-
-def _write_beside_and_rename(stored: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    beside = path.parent / f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.part"
-    try:
-        beside.touch()
-        usual = beside.stat().st_mode
-        save_file(stored, beside, metadata=metadata)
-        beside.chmod(usual)  # as readable as the user's other files: safetensors alone makes it private
-        with beside.open("rb") as written:
-            os.fsync(written.fileno())
-        beside.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise PluresError(f"cannot save to {path}: {error}; what was there before is unchanged") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _checksum(tensor: Tensor) -> str:
     """Cover type and shape with the bytes, so that a header entry cannot change unseen."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return _digest(f"{tensor.dtype}{list(tensor.shape)}".encode(), data)
-
-
-def _digest(*parts: Any) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
+    return digest(f"{tensor.dtype}{list(tensor.shape)}".encode(), data)

@@ -1,6 +1,8 @@
 """The tensors of a network whose class we do not know: their names, which are tied, and fresh random starts."""
 
+import copy
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,17 @@ from plures.errors import PluresError
 from plures.seeding import generator
 
 Moments = dict[str, tuple[float, float]]
+Structure = TypeVar("Structure")
+# Layers whose parameters start from random numbers.
+DRAWN = (
+    nn.Linear,
+    _ConvNd,
+    nn.MultiheadAttention,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
 
 
 def moments(network: nn.Module) -> Moments:
@@ -19,13 +32,13 @@ def moments(network: nn.Module) -> Moments:
         >>> moments(nn.LayerNorm(8))
         {}
 
-    These are the parameters of linear, convolution, attention and embedding layers that are not constant. All others
-    (norm layers, tokens, buffers, frozen tables) start from the values that the network was given with.
+    These are the parameters of linear, convolution, attention, recurrent and embedding layers that are not constant.
+    All others (norm layers, tokens, buffers, frozen tables) start from the values that the network was given with.
     """
     drawn = {
         id(parameter)
         for module in network.modules()
-        if isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention | nn.Embedding)
+        if isinstance(module, DRAWN)
         for parameter in module.parameters(recurse=False)
         if parameter.requires_grad
     }
@@ -63,7 +76,7 @@ def restart(network: nn.Module, known: Moments, names: Iterable[str], seed: int,
             if name in known:
                 current[name].copy_(draw(name, current[name], known, seed, *key))
         for module in network.modules():
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
                 module.weight[module.padding_idx] = 0.0  # never trained, so it must not be drawn
 
 
@@ -110,11 +123,54 @@ def aliases(network: nn.Module) -> dict[str, str]:
     return {name: first for name, first in canonical(network).items() if name != first}
 
 
-def refuse_unfinished(network: nn.Module) -> None:
-    """Refuse a network with lazy layers that have not seen a batch yet.
+def places(network: nn.Module) -> dict[str, str]:
+    """Name every place of a module that holds a tensor once, with the first name that the tensor has.
 
-    refuse_unfinished(nn.LazyLinear(3))
+        >>> layer = nn.Linear(2, 2)
+        >>> places(nn.ModuleDict({"one": layer, "same": layer}))
+        {'one.weight': 'one.weight', 'one.bias': 'one.bias'}
+
+    Tied tensors have several places. A module registered under two names has two names for one place.
     """
+    first = canonical(network)
+    names = [
+        f"{path}.{attribute}".lstrip(".")
+        for path, module in network.named_modules()
+        for attribute in (*module._parameters, *module._buffers)
+    ]
+    return {name: first[name] for name in names if name in first}
+
+
+def shell(network: Structure) -> Structure:
+    """Copy the structure of a network around its very tensors: no number is copied.
+
+        borrowed = shell(network)
+        assert borrowed.weight is network.weight
+
+    `network` may also be a tuple of modules and what belongs to them, which stay together in the copy.
+    """
+    modules = [part for part in (network if isinstance(network, tuple) else (network,)) if isinstance(part, nn.Module)]
+    held = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+    return copy.deepcopy(network, {id(tensor): tensor for tensor in held})
+
+
+def overwrite(tensor: Tensor, value: Tensor, name: str) -> None:
+    """Copy a value into a tensor of the same shape; one that would only broadcast is refused.
+
+    overwrite(network.fc.weight, file.get_tensor("fc.weight"), "fc.weight")
+    """
+    if tensor.shape != value.shape:
+        raise PluresError(f"tensor {name!r} has shape {list(value.shape)}; expected {list(tensor.shape)}")
+    tensor.copy_(value)
+
+
+def check_network(network: object) -> None:
+    """Refuse what is not a network, and one with lazy layers that have not seen a batch yet.
+
+    check_network(nn.Linear(3, 2))
+    """
+    if not isinstance(network, nn.Module):
+        raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
     for name, tensor in tensors(network).items():
         if is_lazy(tensor):
             raise PluresError(f"{name!r} has no shape yet: run {type(network).__name__} on a batch before splitting it")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.ensemble import Loss, Stage
+from plures.checks import one_of
+from plures.ensemble import Loss, Stage, Stored
 from plures.errors import PluresError
 from plures.methods.building import Init, Layer, ManyInOne, check_members, layers_of, rehearse, started, widths
 from plures.methods.tiling import Rows, Tiled, along_width, around, replace
@@ -67,8 +68,7 @@ class BatchEnsemble(ManyInOne):
     ) -> None:
         check_members(members)
         layers_of(network)
-        if factors not in get_args(FactorInit):
-            raise PluresError(f"factors={factors!r}; use one of {', '.join(get_args(FactorInit))}")
+        one_of("factors", factors, get_args(FactorInit))
         rows = Rows()
         built = started(network, init, seed)
         for name, layer in layers_of(built).items():
@@ -83,6 +83,13 @@ class BatchEnsemble(ManyInOne):
         self.private_norm = private_norm
         self.init = init
         self.seed = seed
+
+    @classmethod
+    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+        """Refuse a number of members that the file does not hold."""
+        super().check_stored(network, stored)
+        first = next(iter(layers_of(network)))
+        stored.check(f"network.network.{first}.members.alpha".replace("..", "."), 0, stored.options["members"])
 
 
 class Factors(nn.Module):

@@ -2,20 +2,23 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from plures.calling import logits_of
-from plures.ensemble import Ensemble, Loss, Stage, Step
+from plures.calling import Arguments, call_with, logits_of
+from plures.checks import one_of, unknown, whole_number
+from plures.ensemble import Ensemble, Loss, Stage, Step, Stored, refuse_one_class
 from plures.errors import PluresError
-from plures.tensors import moments, restart, tensors
+from plures.tensors import check_network, moments, places, restart, shell, tensors
 
 Init = Literal["given", "fresh"]
+Reduction = Literal["mean", "sum"]
 Layer = nn.Linear | _ConvNd
+MOST_MEMBERS = 1000  # more than anybody has trained
 
 
 class OneStage(Ensemble):
@@ -81,20 +84,12 @@ class OneStage(Ensemble):
         """Give what a file must know beyond options and tensors, as JSON values."""
         return {"committed": self.committed}
 
-    @classmethod
-    def restore(
-        cls,
-        network: nn.Module,
-        options: Mapping[str, Any],
-        state: Mapping[str, Any],
-        read: Callable[[str], Tensor],
-        names: Sequence[str],
-        members: Sequence[int] | None,
-    ) -> Self:
-        """Build an ensemble from what `options`, `state` and `tensors` gave; `read` gets one of the named tensors."""
-        ensemble = super().restore(network, options, state, read, names, members)
-        ensemble.committed = bool(state["committed"])
-        return ensemble
+    def fill(self, stored: Stored) -> None:
+        """Take over tensors and progress from a file."""
+        if not isinstance(stored.state["committed"], bool):
+            raise PluresError(f"the progress is stored as {stored.state['committed']!r}; expected true or false")
+        super().fill(stored)
+        self.committed = stored.state["committed"]
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
@@ -112,20 +107,35 @@ class ManyInOne(OneStage):
             def __init__(self, network, loss=None):
                 super().__init__(network, loss, Tiled(copy.deepcopy(network), members=2, rows=Rows()))
 
-    It trains on the mean of the losses of what the network returns, unless the method overrides `stage`.
+    It trains on the mean of the losses of what the network returns, or with `reduction = "sum"` on their sum, unless
+    the method overrides `stage`.
     """
 
     stage_class = Stage
+    reduction: Reduction = "mean"
+
+    def __init__(self, network: nn.Module, loss: Loss | None, built: nn.Module) -> None:
+        super().__init__(network, loss, built)
+        self._places = places(built)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
         self.require_trained()
-        logits: Tensor = self.network(*args, **kwargs)
-        return logits
+        if torch.compiler.is_compiling():
+            logits: Tensor = self.network(*args, **kwargs)
+            return logits
+        # On a structure of its own: while the layers run, they know whose row is whose in this batch.
+        values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
+        at, inputs = self._places, Arguments(args, kwargs)
+        return self.borrow(lambda structure: call_with(structure, values, at, inputs))  # type: ignore[no-any-return]
+
+    def structure(self) -> nn.Module:
+        """Make what a call runs."""
+        return shell(self.network)
 
     def stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out."""
-        loss = functools.partial(mean_over_members, self.loss)
+        loss = functools.partial(over_members, self.loss, self.reduction)
         return self.stage_class(copy.deepcopy(self.network), step, loss, self.write)
 
 
@@ -135,8 +145,7 @@ def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
     built = started(network, "fresh", seed=0)
     """
     check_network(network)
-    if init not in get_args(Init):
-        raise PluresError(f"init={init!r}; use one of {', '.join(get_args(Init))}")
+    one_of("init", init, get_args(Init))
     result = copy.deepcopy(network)
     if init == "fresh":
         known = moments(network)
@@ -162,21 +171,32 @@ def layers(network: nn.Module) -> dict[str, Layer]:
     }
 
 
-def check_network(network: object) -> None:
-    """Refuse what is no network, before anything is made of it.
+def over_members(loss: Loss, reduction: Reduction, logits: Tensor, targets: Tensor) -> Tensor:
+    """Average or add up a loss over the first axis of [members, batch, classes], with the same targets for all members.
 
-    check_network(network)
+    functools.partial(over_members, F.cross_entropy, "mean")
     """
-    if not isinstance(network, nn.Module):
-        raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
+    refuse_one_class(loss, logits)
+    losses = torch.stack([loss(member, targets) for member in logits])
+    return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def mean_over_members(loss: Loss, logits: Tensor, targets: Tensor) -> Tensor:
-    """Average a loss over the first axis of [members, batch, classes], with the same targets for all members.
+def check_members(members: object) -> None:
+    """Refuse what is no number of members.
 
-    functools.partial(mean_over_members, F.cross_entropy)
+    check_members(5)
     """
-    return torch.stack([loss(member, targets) for member in logits]).mean()
+    whole_number("members", members, least=1, most=MOST_MEMBERS)
+
+
+def named_layer(argument: str, name: str, known: Iterable[str]) -> str:
+    """Return the name of a layer that a caller gave, or say which ones there are.
+
+    first = named_layer("first", "stem.conv", layers_of(network))
+    """
+    if name not in known:
+        raise unknown(f"Linear or convolution for {argument}=", name, known)
+    return name
 
 
 def layers_of(network: nn.Module) -> dict[str, Layer]:
@@ -184,8 +204,6 @@ def layers_of(network: nn.Module) -> dict[str, Layer]:
 
     layers_of(network)["stem.conv"]
     """
-    if not isinstance(network, nn.Module):
-        raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
     found = layers(network)
     if not found:
         raise PluresError(f"{type(network).__name__} has no Linear or convolution layer that members could differ in")
@@ -201,15 +219,6 @@ def widths(layer: Layer) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.in_channels, layer.out_channels
-
-
-def check_members(members: object) -> None:
-    """Refuse what is no number of members.
-
-    check_members(5)
-    """
-    if not isinstance(members, int) or isinstance(members, bool) or members < 1:
-        raise PluresError(f"members={members!r}; use a whole number, 1 or more")
 
 
 def rehearse(network: nn.Module, tiled: nn.Module, members: int, explain: str) -> None:

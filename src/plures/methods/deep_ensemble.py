@@ -1,18 +1,19 @@
 """Deep ensemble: k networks, trained independently (Lakshminarayanan, Pritzel and Blundell, 2017)."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from plures.calling import logits_of
-from plures.ensemble import Ensemble, Loss, Stage, Step
+from plures.checks import one_of
+from plures.ensemble import Ensemble, Loss, Stage, Step, Stored
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.roles import Role, check_roles
-from plures.methods.orthogonal_dropout.roles import roles as roles_of
-from plures.tensors import moments, restart, tensors
+from plures.methods.building import check_members
+from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors
+from plures.tensors import moments, own_tensors, restart, tensors
 
 Classifier = Literal["private", "fixed"]
 Init = Literal["fresh", "given"]
@@ -46,10 +47,8 @@ class DeepEnsemble(Ensemble):
         seed: int = 0,
     ) -> None:
         super().__init__(network, loss)
-        if not isinstance(members, int) or members < 1:
-            raise PluresError(f"members={members!r}; a deep ensemble has 1 member or more")
-        if init not in get_args(Init):
-            raise PluresError(f"init={init!r}; use one of {', '.join(get_args(Init))}")
+        check_members(members)
+        one_of("init", init, get_args(Init))
         self.members = members
         self.classifier = classifier
         self.init = init
@@ -107,19 +106,20 @@ class DeepEnsemble(Ensemble):
         return {"committed": self.committed}
 
     @classmethod
-    def restore(
-        cls,
-        network: nn.Module,
-        options: Mapping[str, Any],
-        state: Mapping[str, Any],
-        read: Callable[[str], Tensor],
-        names: Sequence[str],
-        members: Sequence[int] | None,
-    ) -> Self:
-        """Build an ensemble from what `options`, `state` and `tensors` gave; `read` gets one of the named tensors."""
-        ensemble = super().restore(network, options, state, read, names, members)
-        ensemble.committed = list(state["committed"])
-        return ensemble
+    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+        """Refuse a number of members that the file does not hold."""
+        super().check_stored(network, stored)
+        members, committed = stored.options["members"], stored.state["committed"]
+        held = {name.split(".")[1] for name in stored.shapes if name.startswith("networks.")}
+        if members != len(committed) or not all(isinstance(one, bool) for one in committed):
+            raise PluresError(f"the options name {members!r} members, but the progress of {len(committed)} is stored")
+        if own_tensors(network) and members != max(len(held), 1):
+            raise PluresError(f"the options name {members!r} members, but {len(held)} are stored")
+
+    def fill(self, stored: Stored) -> None:
+        """Take over tensors and progress from a file."""
+        super().fill(stored)
+        self.committed = list(stored.state["committed"])
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
@@ -127,6 +127,8 @@ class DeepEnsemble(Ensemble):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the progress from a state dict."""
+        if list(state.shape) != [self.members] or state.dtype != torch.bool:
+            raise PluresError(f"the progress of {list(state.shape)} members is stored, not {self.members}")
         self.committed = state.tolist()
 
     def _number(self, member: int | None) -> int:
@@ -158,17 +160,15 @@ class DeepEnsemble(Ensemble):
 
 
 def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None) -> set[str]:
-    if classifier not in get_args(Classifier):
-        raise PluresError(f"classifier={classifier!r}; use one of {', '.join(get_args(Classifier))}")
+    one_of("classifier", classifier, get_args(Classifier))
     names = tensors(network)
     frozen = {name for name, t in names.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     if classifier == "private":
         return frozen
-    chosen = roles_of(network) if given is None else given
-    shared = {name for name in names if chosen[name] == Role.SHARED}
+    shared = set(classifier_tensors(network, given))
     if not shared - frozen:
         raise PluresError(
             f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the logits "
-            "with roles=plures.roles(network, classifier=...)"
+            "with roles=plures.roles(network, classifier=..., fixed=True)"
         )
     return shared | frozen

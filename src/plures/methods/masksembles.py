@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plures.checks import nearest
-from plures.ensemble import Loss
+from plures.ensemble import Loss, Stored
 from plures.errors import PluresError
 from plures.methods.building import Init, ManyInOne, check_members, layers_of, rehearse, started, widths
 from plures.methods.tiling import Rows, Tiled, along_width, around, batched, run
@@ -27,9 +27,10 @@ class Masksembles(ManyInOne):
     `scale` says how much the masks differ: 1 makes them all the same, 6 leaves hardly any overlap, and the more they
     differ the fewer channels each of them has. The input of every Linear and convolution but the first is masked, the
     classifier's too as in the authors' code, or that of the `layers` named; `nn.MultiheadAttention` has no masks
-    inside. In training each sample goes through one member: the batch is cut into as many groups as there are members,
-    which differ by at most one sample. To predict, each sample goes through all members. The masks are saved with the
-    weights.
+    inside. In training each sample goes through one member, as in the authors' code: the batch is cut into as many
+    groups as there are members, which differ by at most one sample. With `every_mask` each sample goes through all of
+    them, which learns more from a batch and costs `members` times as much. To predict, each sample goes through all
+    members. The masks are saved with the weights.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Masksembles(ManyInOne):
         scale: float = 2.0,
         *,
         layers: Sequence[str] | None = None,
+        every_mask: bool = False,
         init: Init = "fresh",
         loss: Loss | None = None,
         seed: int = 0,
@@ -54,13 +56,22 @@ class Masksembles(ManyInOne):
             values = masks(widths(layer)[0], members, scale, generator(seed, "mask", name))
             around(layer, Masks(values.to(layer.weight.device), rows))
         grouped = Grouped(built, members, rows)
+        grouped.every_mask = bool(every_mask)
         rehearse(network, grouped, members, f"Masksembles cannot run {type(network).__name__}")
         super().__init__(network, loss, grouped)
         self.members = members
         self.scale = scale
         self.layers = names
+        self.every_mask = bool(every_mask)
         self.init = init
         self.seed = seed
+
+    @classmethod
+    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+        """Refuse a number of members that the file does not hold."""
+        super().check_stored(network, stored)
+        for name in stored.options["layers"]:
+            stored.check(f"network.network.{name}.members.masks", 0, stored.options["members"])
 
 
 class Grouped(Tiled):
@@ -69,9 +80,11 @@ class Grouped(Tiled):
     Grouped(network, 5, rows)(images)
     """
 
+    every_mask = False  # whether training, too, sends each sample through all masks
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits, [members, batch, classes], or in training [1, batch, classes]."""
-        if not self.training:
+        if not self.training or self.every_mask:
             return super().forward(*args, **kwargs)
         inputs = batched(args, kwargs)
         self.rows.count = len(inputs)
@@ -112,6 +125,8 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
     Each mask is drawn from about `scale` times as many positions as it has ones; positions that nobody uses are
     dropped. How many positions make the rest as wide as asked for is computed, and chance does what is left.
     """
+    if channels < 1:
+        raise PluresError("a layer without inputs has nothing to mask: leave it out with layers=[...]")
     expected = scale * (1 - (1 - 1 / scale) ** members)  # positions in use for each one in a mask
     ones = max(math.floor(channels / expected), math.ceil(channels / members))
     positions = _positions(channels, members, ones)

@@ -1,25 +1,28 @@
 """MC dropout: one network, many passes with dropout on (Gal and Ghahramani, 2016)."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from plures.calling import logits_of
-from plures.checks import nearest
+from plures.calling import Arguments, call_with, logits_of
+from plures.checks import nearest, one_of, whole_number
 from plures.ensemble import Loss, Stage, Step
 from plures.errors import PluresError
 from plures.methods.building import Init, OneStage, layers, started
-from plures.seeding import generator
+from plures.seeding import seed_of
+from plures.tensors import places, shell
 
 Granularity = Literal["element", "channel"]
 USUAL_RATE = 0.1
+MOST_PASSES = 10_000
+ALPHA = 1.7580993408473766  # where the SELU of torch saturates, times -1: what alpha dropout puts for a dropped entry
 
 
 class MCDropout(OneStage):
@@ -52,23 +55,38 @@ class MCDropout(OneStage):
         seed: int = 0,
     ) -> None:
         super().__init__(network, loss, started(network, init, seed), ready=init == "given")
-        if not isinstance(passes, int) or passes < 1:
-            raise PluresError(f"passes={passes!r}; predict with 1 pass or more")
-        if granularity not in get_args(Granularity):
-            raise PluresError(f"granularity={granularity!r}; use one of {', '.join(get_args(Granularity))}")
+        whole_number("passes", passes, most=MOST_PASSES)
+        one_of("granularity", granularity, get_args(Granularity))
         self.passes = passes
         self.granularity = granularity
         self.init = init
         self.seed = seed
         self.sites = _rates(self.network, rate, sites)  # the dropout rate of each site, by name
+        self._places = places(self.network)
         self._hooks = [_hook(self.network, site, rate, granularity) for site, rate in self.sites.items()]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
         self.require_trained()
-        device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
-        with _seeded(generator(self.seed, "passes").initial_seed(), device):
+        if torch.compiler.is_compiling():  # the compiler has no generator but torch's own
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
+        values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
+        device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
+        random = None if device.type == "meta" else torch.Generator(device).manual_seed(seed_of(self.seed, "passes"))
+        inputs = Arguments(args, kwargs)
+
+        def passes(structure: tuple[nn.Module, list[_Hook]]) -> Tensor:
+            network, hooks = structure
+            for hook in hooks:
+                hook.random = random
+            outputs = [call_with(network, values, self._places, inputs) for _ in range(self.passes)]
+            return torch.stack([logits_of(output) for output in outputs])
+
+        return self.borrow(passes)
+
+    def structure(self) -> "tuple[nn.Module, list[_Hook]]":
+        """Make what a call runs: a network whose hooks draw from the generator of the call."""
+        return shell((self.network, self._hooks))
 
     def stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out: its dropout follows `train()` and `eval()` as usual."""
@@ -92,46 +110,57 @@ class _Hook:
     """Drop entries of a module's input: always when the ensemble predicts, in training mode when a stage trains.
 
     A hook, not a layer: names in the state dict stay those of the plain network, and the training flags of the network,
-    which batch norm obeys, need not be touched.
+    which batch norm obeys, need not be touched. It draws from `random`; without one, as in training, from torch's own
+    generator.
     """
 
-    def __init__(self, site: str, dropout: nn.Module, inserted: bool) -> None:
+    def __init__(self, site: str, drop: "_Drop", inserted: bool) -> None:
         self.site = site
-        self.dropout = dropout.train()  # belongs to no network, so that no eval() reaches it
+        self.drop = drop
         self.inserted = inserted  # the network's own dropout layers need no hook to train
         self.always = True
+        self.random: torch.Generator | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self.always and not (self.inserted and module.training):
             return None
         if not args:
             raise PluresError(f"site {self.site!r} gets its input by name: name a layer inside of it instead")
-        return (self.dropout(args[0]), *args[1:])
+        return (self.drop(args[0], self.random), *args[1:])
 
 
-class _ChannelDropout(nn.Module):
-    """Drop whole channels, each sample its own."""
+@dataclass(frozen=True)
+class _Drop:
+    """Drop single entries, or whole channels (of the axis given) of each sample, as torch's dropout layers do."""
 
-    def __init__(self, rate: float, axis: int) -> None:
-        super().__init__()
-        self.rate = rate
-        self.axis = axis
+    rate: float
+    channels: int | None = None
+    alpha: bool = False  # keep mean and variance, for networks that normalise themselves
 
-    def forward(self, x: Tensor) -> Tensor:
-        shape = [1] * x.dim()
-        shape[0], shape[self.axis] = x.shape[0], x.shape[self.axis]
-        return x * F.dropout(x.new_ones(shape), self.rate)
+    def __call__(self, x: Tensor, random: torch.Generator | None) -> Tensor:
+        shape = list(x.shape)
+        if self.channels is not None:
+            axis = self.channels % x.dim()
+            shape = [size if place in (0, axis) else 1 for place, size in enumerate(shape)]
+        like = x if shape == list(x.shape) else x.new_empty(shape)
+        kept = torch.empty_like(like).bernoulli_(1 - self.rate, generator=random)
+        if not self.alpha:
+            return x * kept.div_(1 - self.rate)
+        a = 1 / math.sqrt((ALPHA**2 * self.rate + 1) * (1 - self.rate))
+        return a * (x * kept + (kept - 1) * ALPHA) + a * ALPHA * self.rate
 
 
 def _hook(network: nn.Module, site: str, rate: float, granularity: Granularity) -> _Hook:
     module = network.get_submodule(site)
     if isinstance(module, _DropoutNd):
         module.p = rate
-        hook = _Hook(site, copy.deepcopy(module), inserted=False)
+        by_channel = isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.FeatureAlphaDropout)
+        alpha = isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout)
+        hook = _Hook(site, _Drop(rate, 1 if by_channel else None, alpha), inserted=False)
     elif granularity == "element":
-        hook = _Hook(site, nn.Dropout(rate), inserted=True)
+        hook = _Hook(site, _Drop(rate), inserted=True)
     elif isinstance(module, nn.Linear | _ConvNd):
-        hook = _Hook(site, _ChannelDropout(rate, -1 if isinstance(module, nn.Linear) else 1), inserted=True)
+        hook = _Hook(site, _Drop(rate, -1 if isinstance(module, nn.Linear) else 1), inserted=True)
     else:
         kind = type(module).__name__
         raise PluresError(f"site {site!r} is a {kind}: channels are dropped before Linear and convolution layers only")
@@ -188,14 +217,3 @@ def _last_convolutions(network: nn.Module) -> list[str]:
             found[path] = large[-1]
     smallest = [path for path in found if not any(other.startswith(f"{path}.") for other in found)]
     return [found[path] for path in smallest]
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let everything random inside follow from a seed, and nothing outside."""
-    has_states = device.type not in ("cpu", "meta", "mps")  # mps has one generator, which is seeded and not given back
-    with torch.random.fork_rng([device] if has_states else [], device_type=device.type):
-        torch.default_generator.manual_seed(seed)
-        if has_states or device.type == "mps":
-            torch.get_device_module(device).manual_seed(seed)
-        yield

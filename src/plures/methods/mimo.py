@@ -9,10 +9,20 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
-from plures.checks import nearest
-from plures.ensemble import Loss, Stage, Step
+from plures.checks import whole_number
+from plures.ensemble import Loss, Stage, Step, Stored, refuse_one_class
 from plures.errors import PluresError
-from plures.methods.building import Init, Layer, ManyInOne, check_members, layers, rehearse, started, widths
+from plures.methods.building import (
+    Init,
+    Layer,
+    ManyInOne,
+    check_members,
+    layers,
+    named_layer,
+    rehearse,
+    started,
+    widths,
+)
 from plures.tensors import canonical, moments, restart
 
 
@@ -45,8 +55,7 @@ class MIMO(ManyInOne):
         seed: int = 0,
     ) -> None:
         check_members(members)
-        if not isinstance(batch_repetition, int) or batch_repetition < 1:
-            raise PluresError(f"batch_repetition={batch_repetition!r}; a batch is repeated 1 time or more")
+        whole_number("batch_repetition", batch_repetition, most=1000)
         if not 0 <= input_repetition <= 1:
             raise PluresError(f"input_repetition={input_repetition!r}; a share lies between 0 and 1")
         first, last = _ends(network, first, last)
@@ -60,6 +69,15 @@ class MIMO(ManyInOne):
         self.last = last
         self.init = init
         self.seed = seed
+
+    @classmethod
+    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+        """Refuse a number of members that the file does not hold."""
+        super().check_stored(network, stored)
+        check_members(stored.options["members"])
+        first, _ = _ends(network, stored.options["first"], stored.options["last"])
+        inputs, _ = widths(layers(network)[first])
+        stored.check(f"network.network.{first}.weight".replace("..", "."), 1, inputs * stored.options["members"])
 
     def stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""
@@ -107,6 +125,7 @@ class _Training(Stage):
         else:
             rows = torch.arange(len(images), device=images.device).expand(self.slots[0], -1)
         heads = cast(_Slots, self.network).run([images[row] for row in rows], name)
+        refuse_one_class(self.loss, heads)
         return torch.stack([self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]).sum()
 
 
@@ -153,8 +172,7 @@ def _ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str,
         )
     first, last = first or next(iter(known)), last or linear[-1]
     for end, name in (("first", first), ("last", last)):
-        if name not in known:
-            raise PluresError(f"{end}={name!r} is no Linear or convolution of the network{nearest(name, known)}")
+        named_layer(end, name, known)
         reason = _why_not(network, name, known[name])
         if reason:
             raise PluresError(f"MIMO cannot widen {name!r}, the {end} layer: {reason}; name another with {end}=...")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plures.calling import logits_of
+from plures.calling import Arguments, batch_of, logits_of
 from plures.errors import PluresError
 
 
@@ -101,10 +101,10 @@ def batched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
     batch = len(batched(args, kwargs))
     """
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.dim():
-            return value
-    raise PluresError("the network was called without a tensor that has a batch axis")
+    found = batch_of(Arguments(args, dict(kwargs)))
+    if found is None:
+        raise PluresError("the network was called without a tensor that has a batch axis")
+    return found
 
 
 def along_width(table: Tensor, x: Tensor, layer: nn.Module) -> Tensor:

@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from plures.lab.timing.measure import Action, Ratio, race
 from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
-from plures.methods.orthogonal_dropout.engines.engines import Kind
-from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.methods.orthogonal_dropout.method import Kind, OrthogonalDropout
 from plures.storage import load, save
 
 

@@ -4,81 +4,97 @@ The file of a complete ensemble holds every weight once, grouped by owner, so th
 others; `owners/NAME` says where they belong. While members are untrained it also holds what training goes on from.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from plures.ensemble import as_stored
+from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.partition import FREE
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.tensors import own_tensors
-
-if TYPE_CHECKING:
-    from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.methods.orthogonal_dropout.split import Split, refilled
+from plures.tensors import overwrite, own_tensors
 
 
-def to_tensors(ensemble: OrthogonalDropout, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Give the tensors that a file holds, with split weights in the dtype asked for.
+def to_tensors(split: Split, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Give the tensors that a file holds, with split weights in the dtype asked for; `draft` is the member in training.
 
-    safetensors.torch.save_file(to_tensors(ensemble, torch.bfloat16), path)
+    safetensors.torch.save_file(to_tensors(ensemble.split, None, torch.bfloat16), path)
     """
-    weights = own_tensors(ensemble.network)
+    weights = own_tensors(split.network)
     result = {}
-    for name, owners in ensemble.owners.items():
+    for name, owners in split.owners().items():
         stored = as_stored(weights[name], dtype)
         # Free weights need a digit of their own only while there are any.
         some_free = bool((owners == FREE).any())
-        digits = torch.where(owners == FREE, ensemble.members, owners.int())
-        result[f"owners/{name}"] = pack(digits, ensemble.members + some_free)
-        for member in range(ensemble.members):
+        digits = torch.where(owners == FREE, split.members, owners.int())
+        result[f"owners/{name}"] = pack(digits, split.members + some_free)
+        for member in range(split.members):
             result[_place(member, name)] = _values(stored, owners, member)
         if some_free:
             result[f"free/{name}"] = _values(stored, owners, FREE)
-    for member in range(ensemble.members):
-        for name, row in ensemble.private.rows(member).items():
+    for member in range(split.members):
+        for name, row in split.private.rows(member).items():
             result[_place(member, name)] = as_stored(row, dtype, like=weights[name])
-    complete = len(ensemble.trained) == ensemble.members
+    complete = len(split.trained) == split.members
     kept = {Role.SHARED} if complete else {Role.SHARED, Role.PRIVATE}
-    result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if ensemble.roles[name] in kept}
-    if ensemble.draft is not None:
-        result |= {f"draft/{name}": tensor.detach() for name, tensor in own_tensors(ensemble.draft).items()}
+    result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if split.roles[name] in kept}
+    if draft is not None:
+        result |= {f"draft/{name}": tensor.detach() for name, tensor in own_tensors(draft).items()}
     return result
 
 
-def from_tensors(ensemble: OrthogonalDropout, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
-    """Fill an ensemble from a file's tensors, reading only what its loaded members need.
+def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
+    """Fill a split network from a file's tensors, reading only what the given members need.
 
-    from_tensors(ensemble, file.get_tensor, list(file.keys()))
+    from_tensors(ensemble.split, stored, members=[0, 2])
     """
-    available = set(names)
-    members = range(ensemble.members) if ensemble.loaded is None else ensemble.loaded
     owners = {}
-    for name, like in ensemble.owners.items():
-        some_free = f"free/{name}" in available
-        digits = unpack(read(f"owners/{name}"), ensemble.members + some_free, like.numel()).reshape(like.shape)
-        owners[name] = digits.masked_fill_(digits == ensemble.members, FREE) if some_free else digits
-    ensemble.partition.assign(owners)
-    weights = own_tensors(ensemble.network)
+    for name, like in split.owners().items():
+        some_free = f"free/{name}" in stored.shapes
+        digits = unpack(stored.read(f"owners/{name}"), split.members + some_free, like.numel()).reshape(like.shape)
+        owners[name] = digits.masked_fill_(digits == split.members, FREE) if some_free else digits
+    split.partition.assign(owners)
+    weights = own_tensors(split.network)
     with torch.no_grad():
-        for name, owner in ensemble.owners.items():
+        for name, owner in split.owners().items():
             for member in members:
-                _fill(weights[name], owner, member, read(_place(member, name)))
-            if ensemble.loaded is None and f"free/{name}" in available:
-                _fill(weights[name], owner, FREE, read(f"free/{name}"))
+                _fill(weights[name], owner, member, stored.read(_place(member, name)))
+            if len(members) == split.members and f"free/{name}" in stored.shapes:
+                _fill(weights[name], owner, FREE, stored.read(f"free/{name}"))
         for name, tensor in weights.items():
-            if f"given/{name}" in available:
-                tensor.copy_(read(f"given/{name}"))
+            if f"given/{name}" in stored.shapes:
+                overwrite(tensor, stored.read(f"given/{name}"), name)
     for member in members:
-        ensemble.private.write(member, {name: read(_place(member, name)) for name in ensemble.private.rows(member)})
-    ensemble.restore_draft(lambda name: read(f"draft/{name}"))
+        values = {name: stored.read(_place(member, name)) for name in split.private.rows(member)}
+        split.private.write(member, values)
+
+
+def draft_from(split: Split, stored: Stored) -> nn.Module:
+    """Read the member in training.
+
+    ensemble.draft = draft_from(ensemble.split, stored)
+    """
+    return refilled(split.network, {name: stored.read(f"draft/{name}") for name in own_tensors(split.network)})
+
+
+def expected_bytes(split: Split) -> dict[Role, float]:
+    """Reckon what the file of the complete ensemble holds, by role; the owners count to the split weights.
+
+    sum(expected_bytes(ensemble.split).values())
+    """
+    found = dict.fromkeys(Role, 0.0)
+    for name, tensor in own_tensors(split.network).items():
+        role = split.roles[name]
+        found[role] += tensor.nbytes * (split.members if role is Role.PRIVATE else 1)
+    words = [-(-owners.numel() // digits_per_word(split.members)) for owners in split.owners().values()]
+    found[Role.SPLIT] += 8 * sum(words)
+    return found
 
 
 def _place(member: int, name: str) -> str:
@@ -98,7 +114,7 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 def _fill(weight: Tensor, owners: Tensor, member: int, values: Tensor) -> None:
     """Put a member's values back to their places."""
     places = _places(weight, owners, member)
-    if places.size != values.numel():
+    if values.dim() != 1 or places.size != values.numel():
         raise PluresError(f"{values.numel()} values are stored where {places.size} belong")
     filled = weight.detach().cpu().contiguous()
     _bits(filled)[places] = _bits(values.to(weight.dtype))

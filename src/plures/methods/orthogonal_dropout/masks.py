@@ -1,7 +1,7 @@
 """The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -112,6 +112,9 @@ class _StraightThrough(torch.autograd.Function):
         return to_weight, to_scores, None, None, None
 
 
+MASKS = (Keep, TopK)
+
+
 def largest(rank: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
     """Mark exactly the `count` largest values; of equal ones the first.
 
@@ -132,39 +135,88 @@ def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
         member_weight = owned_part(weight, owners, member=2)
 
     The zeros are positive to the bit, and the memory layout is the weight's own: another one would take another kernel,
-    which rounds otherwise.
+    which rounds differently.
     """
-    if not _plain(weight):
+    if not plain(weight):
         return weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
-    return _cut(weight, owners.numpy(), member)
+    known = owners.numpy()
+    return cut(weight, lambda rows: known[rows] == member)
 
 
-def _plain(weight: Tensor) -> bool:
+def plain(weight: Tensor) -> bool:
+    """Tell whether `cut` can work on a weight: float32 on the CPU, contiguous, and nothing that needs a gradient.
+
+    >>> plain(torch.zeros(3, 3))
+    True
+    """
     ready = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
     return ready and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled())
 
 
-def _cut(weight: Tensor, owners: NDArray[np.uint8], member: int) -> Tensor:
-    """Do by bits, a few rows at a time, what a choice by booleans does several times slower and with more memory."""
-    bits = weight.detach().numpy().view(np.int32)
-    part = np.empty_like(bits)
-    step = max(1, 2**17 * len(bits) // bits.size)
-    for start in range(0, len(bits), step):
-        rows = slice(start, start + step)
-        keep = np.negative((owners[rows] == member).view(np.int8))  # all bits or none
-        np.bitwise_and(bits[rows], keep, out=part[rows])
-    return torch.from_numpy(part.view(np.float32))
+def cut(weight: Tensor, mine: Callable[[slice], NDArray[np.bool_]], scale: Tensor | None = None) -> Tensor:
+    """Keep a weight where `mine` says so of some of its rows, and multiply it by a scale that has as many rows.
 
+        part = cut(weight, lambda rows: owners[rows] == member)
 
-def put_on(network: nn.Module, masks: Mapping[str, nn.Module], first_names: Mapping[str, str]) -> None:
-    """Put masks on the named weights of a network; tied weights stay tied and get one mask.
-
-    put_on(network, {"fc.weight": Keep(mask)}, canonical(network))
+    Done by bits, so few rows at a time that what lies between the operations stays in the cache: several times faster,
+    and in less memory, than a choice by booleans.
     """
-    for name, first in first_names.items():
+    part = torch.empty_like(weight, requires_grad=False)
+    values, bits = part.numpy(), weight.detach().numpy().view(np.int32)
+    factors = None if scale is None else scale.detach().numpy()
+    step = max(1, 2**17 * len(bits) // max(bits.size, 1))
+    for start in range(0, len(bits), step):
+        rows = slice(start, min(start + step, len(bits)))
+        keep = np.negative(mine(rows).view(np.int8))  # all bits or none
+        np.bitwise_and(bits[rows], keep, out=values.view(np.int32)[rows])
+        if factors is not None:
+            values[rows] *= factors[rows]
+    return part
+
+
+_MASKED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, str]) -> None:
+    """Put masks on the named weights of a network, whose `places` are `at`; tied weights stay tied and get one mask.
+
+        put_on(network, {"fc.weight": Keep(mask)}, places(network))
+
+    Torch makes a class for every layer that it parametrizes. Layers of one kind get one class here: to the compiler all
+    stages then look alike, and it compiles a few of them instead of all.
+    """
+    for place, first in at.items():
         if first in masks:
-            path, _, attribute = name.rpartition(".")
-            parametrize.register_parametrization(network.get_submodule(path), attribute, masks[first])
+            path, _, attribute = place.rpartition(".")
+            layer = network.get_submodule(path)
+            parametrize.register_parametrization(layer, attribute, masks[first])
+    for layer in network.modules():
+        if parametrize.is_parametrized(layer) and all(
+            isinstance(one.get_submodule("0"), MASKS) for one in _chains(layer).values()
+        ):
+            layer.__class__ = _masked_class(type(layer).__mro__[1], tuple(_chains(layer)))
+
+
+def _chains(layer: nn.Module) -> nn.ModuleDict:
+    return cast(nn.ModuleDict, layer.parametrizations)
+
+
+def _is_mask(chain: nn.Module) -> bool:
+    return isinstance(chain.get_submodule("0"), MASKS)
+
+
+def _masked_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
+    if (base, attributes) not in _MASKED:
+        members = {attribute: _masked_tensor(attribute) for attribute in attributes}
+        _MASKED[base, attributes] = type(f"Masked{base.__name__}", (base,), members)
+    return _MASKED[base, attributes]
+
+
+def _masked_tensor(attribute: str) -> property:
+    def masked(layer: nn.Module) -> Any:
+        return _chains(layer)[attribute]()
+
+    return property(masked)
 
 
 def mask_of(network: nn.Module, name: str) -> nn.Module:
@@ -183,10 +235,10 @@ def unmasked(network: nn.Module) -> dict[str, Tensor]:
     """
     masked = {
         f"{path}.parametrizations.{attribute}.".lstrip("."): f"{path}.{attribute}".lstrip(".")
-        for path, module in network.named_modules()
-        if parametrize.is_parametrized(module)
-        for attribute, chain in module.parametrizations.items()
-        if isinstance(chain[0], Keep | TopK)
+        for path, layer in network.named_modules(remove_duplicate=False)
+        if parametrize.is_parametrized(layer)
+        for attribute, chain in _chains(layer).items()
+        if _is_mask(chain)
     }
     result = {}
     for name, tensor in network.state_dict(keep_vars=True).items():

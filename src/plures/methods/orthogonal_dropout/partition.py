@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plures.checks import one_of, whole_number
 from plures.errors import PluresError
 from plures.seeding import generator
-from plures.tensors import inner_names
+from plures.tensors import inner_names, overwrite
 
 FREE = 255  # the owner of a weight that no member owns yet
 Granularity = Literal["weight", "kernel"]
@@ -29,10 +30,8 @@ class Partition(nn.Module):
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
         super().__init__()
-        if not isinstance(members, int) or not 2 <= members <= 255:
-            raise PluresError(f"members={members!r}: a network splits into 2 to 255 members")
-        if granularity not in get_args(Granularity):
-            raise PluresError(f"granularity={granularity!r}; use one of {', '.join(get_args(Granularity))}")
+        whole_number("members", members, least=2, most=255)
+        one_of("granularity", granularity, get_args(Granularity))
         self.members = members
         self.granularity = granularity
         self._buffer_names = inner_names(shapes)
@@ -61,6 +60,11 @@ class Partition(nn.Module):
     def free(self, name: str) -> Tensor:
         """Tell where nobody owns a tensor, as a boolean mask."""
         return self.owned(name, FREE)
+
+    def claimed(self) -> set[int]:
+        """Name the members that own their share."""
+        smallest = min(self.owners().values(), key=Tensor.numel)
+        return {member for member in range(self.members) if bool((smallest == member).any())}
 
     def claim(self, member: int, chosen: Mapping[str, Tensor]) -> None:
         """Give a member its weights, one boolean mask per tensor; refuse anything but exactly its share."""
@@ -171,4 +175,4 @@ class Private(nn.Module):
         """Overwrite all tensors of one member."""
         with torch.no_grad():
             for name, row in self.rows(member).items():
-                row.copy_(values[name])
+                overwrite(row, values[name], name)

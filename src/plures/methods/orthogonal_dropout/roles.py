@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from plures.checks import nearest
+from plures.checks import nearest, one_of
 from plures.errors import PluresError
-from plures.tensors import canonical, refuse_unfinished, tensors
+from plures.tensors import canonical, check_network, own_tensors, tensors
 
 
 class Role(StrEnum):
@@ -25,42 +26,109 @@ class Role(StrEnum):
     SHARED = "shared"
 
 
-def roles(network: nn.Module, classifier: str | None = None) -> dict[str, Role]:
+Classifier = Literal["private", "split", "fixed"]
+
+# Small tensors are private: copies cost next to nothing, and each member decides for itself. Large ones are split.
+SMALL_SHARE = 0.02  # of the numbers of the network: five copies of so much make it a tenth larger
+SMALL_COUNT = 2**14  # numbers that nobody misses
+
+
+def roles(
+    network: nn.Module, classifier: str | None = None, *, fixed: bool = False, embeddings: str | None = None
+) -> dict[str, Role]:
     """Give every named tensor of a network its role; edit the result and hand it to a method.
 
         roles = plures.roles(network, classifier="head.fc")
         ensemble = plures.OrthogonalDropout(network, roles=roles)
 
-    Weights of linear and convolution layers and attention projections are split. Norm layers (parameters and
-    buffers), biases, depthwise convolutions, embeddings, tokens and anything else are private. The classifier, by
-    default the last Linear, is shared, and so is every other parameter that the network itself has frozen. Tensors
-    tied under several names have one role: shared before private before split.
+    Weights of linear, convolution, attention and recurrent layers are split. The classifier, by default the last
+    Linear, and embeddings are private where they are small and split where they are large; with `fixed` the classifier
+    is shared, as in the paper, and `embeddings` gives all embeddings one role ("shared" suits pre-trained ones). Norm
+    layers (parameters and buffers), biases, depthwise convolutions, tokens and anything else are private. Parameters
+    that the network itself has frozen are shared. Tensors tied under several names have one role: shared before
+    private before split.
     """
+    check_network(network)
+    one_of("embeddings", embeddings, (None, *Role))
     names = tensors(network)
-    refuse_unfinished(network)
-    modules = dict(network.named_modules())
+    modules = dict(network.named_modules(remove_duplicate=False))
+    found = _last_linear(network) if classifier is None else _named_classifier(modules, classifier)
+    of_classifier = set() if found is None else {id(parameter) for parameter in modules[found].parameters()}
     splittable = {
         f"{path}.{attribute}".lstrip("."): module
         for path, module in modules.items()
         for attribute in _splittable_attributes(module)
     }
-    found = _last_linear(network) if classifier is None else _named_classifier(modules, classifier)
-    of_classifier = set() if found is None else {id(parameter) for parameter in modules[found].parameters()}
+    total = sum(tensor.numel() for tensor in own_tensors(network).values())
+
+    def small(tensor: Tensor) -> bool:
+        return tensor.numel() <= max(SMALL_COUNT, SMALL_SHARE * total)
 
     result: dict[str, Role] = {}
     for name, tensor in names.items():
         aliases = [other for other, candidate in names.items() if candidate is tensor]
-        if id(tensor) in of_classifier or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
+        embeds = [alias for alias in aliases if isinstance(splittable.get(alias), EMBEDDINGS)]
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if frozen or (fixed and id(tensor) in of_classifier):
             result[name] = Role.SHARED
-        elif all(alias in splittable for alias in aliases):
-            result[name] = Role.SPLIT
-        else:
+        elif embeds and embeddings is not None:
+            result[name] = Role(embeddings)
+        elif not all(alias in splittable for alias in aliases):
             result[name] = Role.PRIVATE
+        else:
+            optional = embeds or id(tensor) in of_classifier
+            result[name] = Role.PRIVATE if optional and small(tensor) else Role.SPLIT
     if not any(name in splittable for name in result):
         raise PluresError(
-            f"{type(network).__name__} has nothing to split: no weight of a Linear, convolution or attention layer"
+            f"{type(network).__name__} has nothing to split: no weight of a linear, convolution, attention or "
+            "recurrent layer"
         )
+    if Role.SPLIT not in result.values():  # a network of one layer: that is what there is to split
+        for name, tensor in names.items():
+            if name in splittable and result[name] is Role.PRIVATE and tensor.dim() > 1:
+                result[name] = Role.SPLIT
     return result
+
+
+def resolve_roles(
+    network: nn.Module, given: Mapping[str, str] | None, classifier: Classifier | None
+) -> tuple[dict[str, Role], Classifier | None]:
+    """Say what becomes of the classifier; return the roles, and in a word what became of it.
+
+        roles, classifier = resolve_roles(network, None, "fixed")
+
+    Left out, the classifier keeps the role that `roles` gave it.
+    """
+    one_of("classifier", classifier, (None, *get_args(Classifier)))
+    chosen: dict[str, str] = dict(roles(network) if given is None else given)
+    names = tensors(network)
+    targets = classifier_tensors(network, chosen)
+    if classifier == "fixed" and not targets:
+        raise PluresError(
+            f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the "
+            "logits with roles=plures.roles(network, classifier=..., fixed=True)"
+        )
+    if classifier is not None:
+        for name in targets:
+            matrix = Role.SPLIT if names[name].dim() > 1 else Role.PRIVATE
+            chosen[name] = {"fixed": Role.SHARED, "private": Role.PRIVATE, "split": matrix}[classifier]
+    resolved = check_roles(network, chosen)
+    words: dict[Role, Classifier] = {Role.SHARED: "fixed", Role.PRIVATE: "private", Role.SPLIT: "split"}
+    weight = next((resolved[name] for name in targets if names[name].dim() > 1), None)
+    return resolved, classifier if weight is None else words[weight]
+
+
+def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = None) -> list[str]:
+    """Name the trainable tensors of the classifier: of the last Linear, or those that are shared if it is another.
+
+    classifier_tensors(network)  # ["fc.weight", "fc.bias"]
+    """
+    names = {name: tensor for name, tensor in tensors(network).items() if tensor.requires_grad}
+    last = _last_linear(network)
+    own = set() if last is None else {id(parameter) for parameter in network.get_submodule(last).parameters()}
+    of_last = [name for name, tensor in names.items() if id(tensor) in own]
+    shared = [name for name in names if given is not None and given.get(name) == Role.SHARED]
+    return shared if shared and not set(shared) & set(of_last) else of_last
 
 
 def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
@@ -91,6 +159,9 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
     return result
 
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
 def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, _ConvNd):
         # A depthwise kernel has a handful of weights: a fifth of them is no kernel.
@@ -99,6 +170,10 @@ def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
         return ("weight",)
     if isinstance(module, nn.MultiheadAttention):
         return ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    if isinstance(module, EMBEDDINGS):
+        return () if module.sparse else ("weight",)  # a masked weight has no sparse gradient
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return tuple(name for name, _ in module.named_parameters(recurse=False) if name.startswith("weight"))
     return ()
 
 

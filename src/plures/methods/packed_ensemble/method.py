@@ -1,11 +1,21 @@
 """Packed-Ensembles: narrow members side by side, run in one pass by grouped layers (Laurent et al., 2023)."""
 
+from typing import get_args
+
 from torch import nn
 
-from plures.checks import nearest
-from plures.ensemble import Loss
-from plures.errors import PluresError
-from plures.methods.building import Layer, ManyInOne, check_members, layers_of, rehearse
+from plures.checks import number, one_of, whole_number
+from plures.ensemble import Loss, Stored
+from plures.methods.building import (
+    Layer,
+    ManyInOne,
+    Reduction,
+    check_members,
+    layers_of,
+    named_layer,
+    rehearse,
+    widths,
+)
 from plures.methods.packed_ensemble.layers import Packing
 from plures.methods.tiling import Tiled
 
@@ -23,6 +33,9 @@ class PackedEnsemble(ManyInOne):
     its own. `first` and `last` name the layers that take the input and give the logits, by default the first layer and
     the last Linear.
 
+    Members know nothing of each other: with `reduction="sum"` each trains on its own loss, as it would alone. The
+    authors' code averages the losses ("mean"), so that each member learns at a fraction of the rate.
+
     Weights always start afresh, at the scale of the given network's. It may consist of Linear, Conv1d to Conv3d, batch,
     instance, group and layer norm, and of modules without parameters; with others it is refused.
     """
@@ -36,14 +49,15 @@ class PackedEnsemble(ManyInOne):
         *,
         first: str | None = None,
         last: str | None = None,
+        reduction: Reduction = "sum",
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
         check_members(members)
-        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0):
-            raise PluresError(f"alpha={alpha!r}; use a number above 0, or leave it out for about sqrt(members)")
-        if isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1:
-            raise PluresError(f"gamma={gamma!r}; use a whole number, 1 or more")
+        if alpha is not None:
+            number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
+        whole_number("gamma", gamma)
+        one_of("reduction", reduction, get_args(Reduction))
         first, last = _ends(layers_of(network), first, last)
         packing = Packing(network, members, alpha, gamma, first, last, seed)
         tiled = Tiled(packing.pack(network), members, packing.rows, interleave=True)
@@ -60,7 +74,20 @@ class PackedEnsemble(ManyInOne):
         self.gamma = gamma
         self.first = first
         self.last = last
+        self.reduction = reduction
         self.seed = seed
+
+    @classmethod
+    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+        """Refuse a number of members that the file does not hold."""
+        super().check_stored(network, stored)
+        known = layers_of(network)
+        check_members(stored.options["members"])
+        last = named_layer("last", stored.options["last"], known)
+        rows = stored.options["members"]
+        if not isinstance(known[last], nn.Linear):
+            rows *= widths(known[last])[1]
+        stored.check(f"network.network.{last}.weight".replace("..", "."), 0, rows)
 
 
 def _ends(known: dict[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:
@@ -71,6 +98,5 @@ def _ends(known: dict[str, Layer], first: str | None, last: str | None) -> tuple
         "last": (linear or list(known))[-1] if last is None else last,
     }
     for end, name in found.items():
-        if name not in known:
-            raise PluresError(f"{end}={name!r} is no Linear or convolution of the network{nearest(name, known)}")
+        named_layer(end, name, known)
     return found["first"], found["last"]

@@ -1,0 +1,223 @@
+"""Stages of orthogonal dropout in other people's hands: compiled, in several processes, with any kind of layer."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import plures
+from plures import OrthogonalDropout, PluresError
+
+INPUTS = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.arange(12) % 3
+
+
+def mlp(width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def train(stage: nn.Module, inputs: torch.Tensor = INPUTS, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD([p for p in stage.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        stage(inputs, TARGETS).backward()
+        optimizer.step()
+
+
+def test_the_compiler_survives_all_stages_of_five_members() -> None:
+    torch.compiler.reset()
+    ensemble = OrthogonalDropout(mlp(), members=5)
+    for stage in ensemble.stages():
+        train(torch.compile(stage, backend="eager", fullgraph=True), steps=1)
+    assert len(ensemble.trained) == 5
+    torch.compiler.reset()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.recurrent = kind(8, 12, batch_first=True, bidirectional=True)
+        self.cell = nn.GRUCell(24, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states, _ = self.recurrent(self.embedding(tokens))
+        return self.head(self.cell(states[:, -1]))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_split(kind) -> None:
+    torch.manual_seed(0)
+    network = Recurrent(kind)
+    ensemble = OrthogonalDropout(network, members=3)
+    assert {"recurrent.weight_hh_l0", "recurrent.weight_ih_l0_reverse", "cell.weight_hh"} <= set(ensemble.owners)
+    tokens = torch.randint(0, 20, (12, 5), generator=torch.Generator().manual_seed(0))
+    for stage in ensemble.stages():
+        train(stage, tokens)
+    logits = ensemble(tokens)
+    for member in range(3):
+        plain = ensemble.checkout(member)
+        assert plain(tokens).allclose(logits[member], atol=1e-6)
+        weight = plain.recurrent.weight_hh_l0
+        assert weight[ensemble.owners["recurrent.weight_hh_l0"] != member].eq(0).all()
+        assert weight.ne(0).sum() == (ensemble.owners["recurrent.weight_hh_l0"] == member).sum()
+    starts = [ensemble.checkout(member).recurrent.bias_hh_l0 for member in range(3)]
+    assert not starts[0].equal(starts[1]), "members of a recurrent network start from other numbers"
+
+
+class Twice(nn.Module):
+    """A layer that has two names and is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = self.first
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x).relu()).relu())
+
+
+@pytest.mark.parametrize("init", ["fresh", "given"])
+def test_a_module_under_two_names_is_split_once_and_trains(init, tmp_path) -> None:
+    torch.manual_seed(0)
+    network = Twice()
+    roles = plures.roles(network)
+    assert roles["first.weight"] == roles["second.weight"] == "split"
+    interrupted, straight = (OrthogonalDropout(network, members=2, init=init) for _ in range(2))
+    for ensemble in (interrupted, straight):
+        for stage in ensemble.stages():
+            train(stage)
+            if ensemble is interrupted and ensemble.trained:
+                ensemble.predict(INPUTS)  # a prediction between stages changes nothing
+    assert interrupted(INPUTS).equal(straight(INPUTS))
+    assert all(isinstance(p, nn.Parameter) for p in interrupted.network.first._parameters.values())
+    for member in range(2):
+        assert interrupted.checkout(member)(INPUTS).allclose(interrupted(INPUTS)[member], atol=1e-6)
+    plures.save(interrupted, tmp_path / "twice.safetensors")
+    assert plures.load(tmp_path / "twice.safetensors", Twice())(INPUTS).equal(interrupted(INPUTS))
+
+
+def test_a_stage_opened_before_a_discard_cannot_be_committed() -> None:
+    ensemble = OrthogonalDropout(mlp(), members=2, init="given")
+    stage = next(ensemble.stages())
+    ensemble.discard(0, mlp())
+    with pytest.raises(PluresError, match="out of date"):
+        stage.commit()
+
+
+def test_one_number_per_sample_is_not_trained_with_cross_entropy() -> None:
+    network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    for method in (plures.OrthogonalDropout, plures.Deterministic, plures.BatchEnsemble, plures.DeepEnsemble):
+        stage = next(method(network).stages())
+        with pytest.raises(PluresError, match="one number per sample"):
+            stage(INPUTS, torch.zeros(12, dtype=torch.long))
+
+
+def test_predict_refuses_one_number_per_sample() -> None:
+    with pytest.raises(PluresError, match="one number per sample"):
+        plures.Deterministic(nn.Linear(8, 1)).predict(INPUTS)
+
+
+def test_calling_an_ensemble_takes_what_predict_takes() -> None:
+    ensemble = plures.Deterministic(mlp())
+    assert ensemble({"input": INPUTS}).equal(ensemble(INPUTS))
+
+
+@pytest.mark.parametrize("method", ["OrthogonalDropout", "BatchEnsemble", "Masksembles", "PackedEnsemble", "MCDropout"])
+def test_an_empty_batch_gets_an_empty_answer_from_every_method(method) -> None:
+    ensemble = getattr(plures, method)(mlp())
+    for _ in ensemble.stages():
+        pass
+    prediction = ensemble.predict(INPUTS[:0])
+    assert len(prediction) == 0
+    assert prediction.members.shape[1:] == (0, 3)
+
+
+def test_the_summary_tells_members_roles_and_sizes(caplog) -> None:
+    with caplog.at_level(logging.WARNING, "plures"):
+        ensemble = OrthogonalDropout(mlp(64), members=5)
+    text = str(ensemble)
+    assert "OrthogonalDropout of Sequential (members=5" in text
+    assert "0 of 14 stages trained" in text
+    assert "x the plain network" in text
+    assert "private" in text
+    assert not caplog.records, "a small network is not worth a warning"
+
+
+def test_a_network_whose_file_grows_much_is_warned_of(caplog) -> None:
+    network = nn.Sequential(nn.Linear(8, 1024), nn.LayerNorm(1024), nn.Linear(1024, 3))
+    network.register_parameter("table", nn.Parameter(torch.zeros(1024, 512)))
+    with caplog.at_level(logging.WARNING, "plures"):
+        OrthogonalDropout(network, members=5)
+    assert "x the bytes of the plain network" in caplog.text
+
+
+def test_distilbert_in_five_members_takes_little_more_than_one() -> None:
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(
+        vocab_size=8000, dim=96, n_layers=2, n_heads=2, hidden_dim=192, max_position_embeddings=64
+    )
+    ensemble = OrthogonalDropout(DistilBertForSequenceClassification(config), members=5)
+    assert ensemble.roles["distilbert.embeddings.word_embeddings.weight"] == "split"
+    stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
+    assert stored <= 1.25 * ensemble.plain_bytes
+
+
+def trained(ensemble: plures.Ensemble) -> plures.Ensemble:
+    for _ in ensemble.stages():
+        pass
+    return ensemble
+
+
+PROCESSES = """
+import sys, torch, plures
+from pathlib import Path
+from torch import nn
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(rank)  # the mistake: each process draws another network
+network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+classifier = None if sys.argv[1] == "none" else sys.argv[1]
+ensemble = plures.OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
+torch.manual_seed(0)
+x, y = torch.randn(8, 8), torch.arange(8) % 3
+try:
+    for stage in ensemble.stages():
+        ddp = nn.parallel.DistributedDataParallel(stage)
+        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad(); ddp(x, y).backward(); optimizer.step()
+    said = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
+except plures.PluresError as error:
+    said = f"refused {error}"
+Path(sys.argv[2], str(rank)).write_text(said)
+torch.distributed.destroy_process_group()
+"""
+
+
+def processes(classifier: str, folder: Path) -> list[str]:
+    script = folder / "train.py"
+    script.write_text(PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, classifier, str(folder)], capture_output=True)
+    return [answer.read_text() for rank in "01" if (answer := folder / rank).is_file()]
+
+
+def test_processes_that_start_from_other_networks_end_with_the_same_ensemble(tmp_path) -> None:
+    answers = processes("none", tmp_path)
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("answer")
+
+
+def test_processes_with_another_fixed_classifier_are_told(tmp_path) -> None:
+    answers = processes("fixed", tmp_path)
+    assert any(line.startswith("refused") and "of another process" in line for line in answers)

@@ -1,0 +1,143 @@
+"""Any number of threads predict at the same time, and read the ensemble meanwhile: every answer keeps its bits."""
+
+import copy
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import plures
+
+METHODS = {
+    "OrthogonalDropout": {"members": 3},
+    "MCDropout": {"passes": 3},
+    "DeepEnsemble": {"members": 3},
+    "BatchEnsemble": {"members": 3},
+    "MIMO": {"members": 2},
+    "Masksembles": {"members": 3},
+    "PackedEnsemble": {"members": 2},
+}
+THREADS = 8
+ROUNDS = 12
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 32),
+        nn.ReLU(),
+        nn.Linear(32, 3),
+    )
+
+
+def trained(method: str) -> plures.Ensemble:
+    ensemble = getattr(plures, method)(network(), **METHODS[method])
+    for stage in ensemble.stages():
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.add_(0.01)
+    return ensemble
+
+
+def batches() -> list[torch.Tensor]:
+    """One batch for each thread, each of another size."""
+    return [torch.randn(2 + index, 1, 6, 6, generator=torch.Generator().manual_seed(index)) for index in range(THREADS)]
+
+
+def hammer(predictor, read) -> None:
+    """Predict in eight threads while a ninth reads, and compare with what one thread alone gets."""
+    expected = [predictor.predict(batch).members for batch in batches()]
+    before = read()
+    done = threading.Event()
+    seen = []
+
+    def reader() -> None:
+        while not done.is_set():
+            seen.append(read())
+
+    def predict(index: int) -> list[bool]:
+        batch = batches()[index]
+        return [predictor.predict(batch).members.equal(expected[index]) for _ in range(ROUNDS)]
+
+    ninth = threading.Thread(target=reader)
+    ninth.start()
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            answers = list(pool.map(predict, range(THREADS)))
+    finally:
+        done.set()
+        ninth.join()
+    assert all(all(each) for each in answers)
+    assert seen
+    assert all(one.keys() == before.keys() and all(one[name].equal(before[name]) for name in one) for one in seen)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_answers_the_same_in_eight_threads_while_a_ninth_reads(method) -> None:
+    ensemble = trained(method)
+    hammer(ensemble, lambda: {name: tensor.clone() for name, tensor in ensemble.tensors().items()})
+
+
+@pytest.mark.parametrize("kind", ["lean", "unfolded"])
+def test_every_engine_answers_the_same_in_eight_threads(kind) -> None:
+    ensemble = trained("OrthogonalDropout")
+    hammer(ensemble.engine(kind), lambda: ensemble.checkout(1).state_dict())
+
+
+def test_predicting_leaves_the_modules_of_an_ensemble_alone() -> None:
+    ensemble = trained("OrthogonalDropout")
+    before = [(type(tensor), id(tensor)) for tensor in (*ensemble.parameters(), *ensemble.buffers())]
+    ensemble.predict(batches()[0])
+    assert [(type(tensor), id(tensor)) for tensor in (*ensemble.parameters(), *ensemble.buffers())] == before
+
+
+@pytest.mark.parametrize("kind", ["lean", "unfolded"])
+def test_an_engine_can_be_copied_and_sent_to_another_process(kind) -> None:
+    engine = trained("OrthogonalDropout").engine(kind)
+    expected = engine.predict(batches()[0]).members
+    assert copy.deepcopy(engine).predict(batches()[0]).members.equal(expected)
+    assert pickle.loads(pickle.dumps(engine)).predict(batches()[0]).members.equal(expected)
+
+
+def test_mc_dropout_leaves_the_generator_of_torch_alone() -> None:
+    ensemble = trained("MCDropout")
+    torch.manual_seed(7)
+    ensemble.predict(batches()[0])
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert drawn.equal(torch.rand(3))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_process_forked_while_another_thread_predicts_predicts_too() -> None:
+    ensemble = trained("OrthogonalDropout")
+    batch = batches()[0]
+    expected = ensemble.predict(batch).members
+    inside, go_on = threading.Event(), threading.Event()
+
+    def pause(module, inputs) -> None:
+        inside.set()
+        go_on.wait()
+
+    handle = ensemble.network[0].register_forward_pre_hook(pause)
+    thread = threading.Thread(target=ensemble.predict, args=(torch.zeros_like(batch),))
+    ensemble._idle.clear()  # so that the structure of the thread has the hook
+    thread.start()
+    inside.wait()
+    handle.remove()
+    torch.set_num_threads(1)
+    child = os.fork()
+    if child == 0:  # the child has this thread alone: whatever the other one held is held for ever
+        os._exit(0 if ensemble.predict(batch).members.equal(expected) else 1)
+    go_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
