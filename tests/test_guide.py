@@ -21,10 +21,10 @@ def code(page: str, language: str) -> str:
     """Join the blocks of a page, each at its own line, so that an error names the line of the page."""
     text = (ROOT / page).read_text()
     kept = [""] * (text.count("\n") + 1)
-    for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        first = text[: found.start(1)].count("\n")
-        for offset, line in enumerate(found[1].splitlines()):
-            kept[first + offset] = line
+    for found in re.finditer(rf"^( *)```{language}\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+        first = text[: found.start(2)].count("\n")
+        for offset, line in enumerate(found[2].splitlines()):
+            kept[first + offset] = line.removeprefix(found[1])
     return "\n".join(kept)
 
 
@@ -51,6 +51,11 @@ def test_the_code_runs(page, names, monkeypatch) -> None:
     if page == "README.md":
         assert names["prediction"].members.shape == (5, 16, 10)
         assert names["ensemble"].predict(images).probabilities.equal(names["prediction"].probabilities)
+    if page == "CONTRIBUTING.md":
+        ensemble = names["Committee"](names["network"], members=2)
+        for stage in ensemble.stages():
+            stage(names["images"], names["labels"]).backward()
+        assert ensemble.predict(names["images"]).members.shape == (2, 16, 10)
 
 
 def commands(page: str) -> list[list[str]]:
@@ -66,5 +71,7 @@ def test_the_commands_exist(page) -> None:
             assert set(words[1:]) <= set(targets), words
         elif words[:2] == ["pip", "install"]:
             assert set(re.findall(r"\w+", words[2])) <= set(extras), words
+        elif words[:2] == ["python", "-c"]:
+            compile(words[2], page, "exec")
         else:
             parse(words[words.index("plures") + 1 :])
