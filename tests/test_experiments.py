@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from filelock import FileLock
@@ -34,7 +34,7 @@ from plures.lab.compare.worker import describe, make
 from plures.lab.models import build
 from plures.lab.paper.draw import draw
 from plures.lab.paper.published import TABLE1, TABLE3, Published
-from plures.lab.paper.targets import SCALES, TARGETS
+from plures.lab.paper.targets import TARGETS, Scale
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.costs import relative
@@ -379,7 +379,7 @@ def test_relative_is_of_the_two_given() -> None:
     assert longer > shorter
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", get_args(Scale))
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_has_distinct_runs_of_known_recipes(target: str, scale: str) -> None:
     comparisons = TARGETS[target].comparisons(scale)  # type: ignore[arg-type]

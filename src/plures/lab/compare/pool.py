@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, Any, NoReturn, Protocol, Self, cast
 
 import torch
@@ -98,9 +97,7 @@ class Processes(AbstractContextManager["Processes"]):
             self._before = signal.signal(signal.SIGTERM, _leave)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         with self._lock:
@@ -174,9 +171,7 @@ class OnRay(AbstractContextManager["OnRay"]):
         future: Future[Reason] = self._task.remote(describe(job, self.data_dir), str(job.run / OUTPUT)).future()
         return future
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         self._ray.shutdown()
 
 

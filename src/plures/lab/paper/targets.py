@@ -22,7 +22,6 @@ from plures.lab.paper.published import (
 from plures.lab.recipes import get_recipe
 
 Scale = Literal["paper", "cpu", "digits"]
-SCALES: tuple[Scale, ...] = ("paper", "cpu", "digits")
 
 # The recipes that stand for the paper's data sets at each scale.
 RESNETS = {
