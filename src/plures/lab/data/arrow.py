@@ -75,7 +75,10 @@ class ArrowTable:
         try:
             for batch in self.read(list(columns)):
                 rows += batch.num_rows
-                yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+                for row in zip(*(batch.column(name) for name in columns), strict=True):
+                    yield tuple(cell.as_py() for cell in row)  # one by one: a cell may be large, and repeated
+        except MemoryError as error:
+            raise PluresError(f"{self.origin} has cells or pages that are too large for the free memory") from error
         except Exception as error:  # pyarrow raises nearly anything on damaged tables
             raise PluresError(f"{self.origin} is damaged ({first_line(error)}): copy it again") from error
         if rows != self.rows:
@@ -191,13 +194,17 @@ def _parquet_table(file: Path) -> ArrowTable:
     try:
         with pq.ParquetFile(ordinary(file)) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+            columns = [parquet.schema.column(index) for index in range(len(parquet.schema))]
+            leaves = {column.path for column in columns if column.physical_type == "BYTE_ARRAY"}
     except PluresError:
         raise
     except Exception as error:  # as above
         raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
 
     def read(columns: list[str]) -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(file) as parquet:
+        wanted = {path for column in columns for path in (column, f"{column}.bytes", f"{column}.path")}
+        # Bytes that are stored once and repeated stay so: a file of kilobytes could otherwise become gigabytes.
+        with pq.ParquetFile(file, read_dictionary=sorted(wanted & leaves)) as parquet:
             yield from parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
 
     return ArrowTable(str(file), schema, rows, read)

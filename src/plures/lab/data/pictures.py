@@ -59,8 +59,9 @@ def read_file(path: str | Path) -> bytes:
     encoded = read_file("wren.jpg")
     """
     with reading(path), ordinary(path).open("rb") as file:
-        encoded = file.read(MOST_BYTES + 1)
-    if len(encoded) > MOST_BYTES:
+        size = os.fstat(file.fileno()).st_size
+        encoded = file.read(MOST_BYTES + 1) if size <= MOST_BYTES else b""
+    if max(size, len(encoded)) > MOST_BYTES:
         raise PluresError(f"{path} is too large: picture files of at most {MOST_BYTES:,} bytes are read")
     return encoded
 
