@@ -17,6 +17,7 @@ from plures.lab.data.pictures import folders_in, ordinary, read_file, reading
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 2**28  # at most, even if all rows repeat one large cell, which a file stores only once
 MOST_CLASSES = 100_000  # bounds what a wrong label costs; ImageNet-21k has 21,841
 
 
@@ -194,20 +195,29 @@ def _parquet_table(file: Path) -> ArrowTable:
     try:
         with pq.ParquetFile(ordinary(file)) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
-            columns = [parquet.schema.column(index) for index in range(len(parquet.schema))]
-            leaves = {column.path for column in columns if column.physical_type == "BYTE_ARRAY"}
+            at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // _largest_cell(parquet.metadata)))
     except PluresError:
         raise
     except Exception as error:  # as above
         raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
 
     def read(columns: list[str]) -> Iterator[pa.RecordBatch]:
-        wanted = {path for column in columns for path in (column, f"{column}.bytes", f"{column}.path")}
-        # Bytes that are stored once and repeated stay so: a file of kilobytes could otherwise become gigabytes.
-        with pq.ParquetFile(file, read_dictionary=sorted(wanted & leaves)) as parquet:
-            yield from parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
+        with pq.ParquetFile(file) as parquet:
+            yield from parquet.iter_batches(batch_size=at_once, columns=columns)
 
     return ArrowTable(str(file), schema, rows, read)
+
+
+def _largest_cell(metadata: pq.FileMetaData) -> int:
+    """Return a bound on the bytes of one cell: no cell is larger than its column in a group of rows."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    return (
+        max(
+            (group.column(index).total_uncompressed_size for group in groups for index in range(metadata.num_columns)),
+            default=1,
+        )
+        or 1
+    )
 
 
 def _tables_in(folder: Path) -> list[Path]:
