@@ -233,7 +233,7 @@ def test_wrong_order_of_calls_is_refused():
     ensemble = DeepEnsemble(networks.mlp(), 2)
     with pytest.raises(PluresError, match="no member of this ensemble is trained"):
         ensemble(images())
-    with pytest.raises(PluresError, match="member 0 is not trained; ready are: none"):
+    with pytest.raises(PluresError, match="member 0 is not trained; trained members: none"):
         ensemble.checkout(0)
     with pytest.raises(PluresError, match="there is no member 2"):
         ensemble.checkout(2)

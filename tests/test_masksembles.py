@@ -218,7 +218,7 @@ def test_attention_networks_predict_the_same_with_and_without_gradients():
         (networks.mlp, {"scale": 6.5}, "scale=6.5"),
         (networks.mlp, {"scale": float("nan")}, "scale=nan"),
         (networks.mlp, {"scale": "2"}, "scale='2'"),
-        (networks.mlp, {"layers": ["4"]}, "layers name '4', which is no Linear"),
+        (networks.mlp, {"layers": ["4"]}, "layers name '4', which is not a Linear"),
         (networks.resnet, {"layers": ["clasifier"]}, "did you mean classifier"),
         (networks.mlp, {"layers": []}, "no layer to mask"),
         (networks.mlp, {"init": "old"}, "init='old'"),

@@ -318,7 +318,7 @@ def test_stages_are_committed_once_and_in_order() -> None:
     first = next(stages)
     stale = next(ensemble.stages())
     first.commit()
-    with pytest.raises(PluresError, match="'member 0 pretrain' is committed already"):
+    with pytest.raises(PluresError, match="'member 0 pretrain' is already committed"):
         first.commit()
     with pytest.raises(PluresError, match="out of date: 'member 0 prune' is next"):
         stale.commit()
@@ -411,7 +411,7 @@ def test_bad_networks_and_members_are_refused() -> None:
     ensemble = OrthogonalDropout(mlp(), members=3)
     with pytest.raises(PluresError, match="no member of this ensemble is trained"):
         ensemble.predict(INPUTS)
-    with pytest.raises(PluresError, match="member 0 is not trained; ready are: none"):
+    with pytest.raises(PluresError, match="member 0 is not trained; trained members: none"):
         ensemble.checkout(0)
     with pytest.raises(PluresError, match="there is no member 3: members count from 0 to 2"):
         ensemble.checkout(3)
@@ -493,7 +493,7 @@ def test_a_given_network_with_a_hole_is_pretrained_again() -> None:
     for member in (1, 0):
         ensemble.discard(member, network)
     assert next(ensemble.stages()).name == "member 0 prune"
-    with pytest.raises(PluresError, match="another than the ensemble was made of"):
+    with pytest.raises(PluresError, match="the ensemble was made of another network"):
         ensemble.discard(0, networks.mlp())
     with pytest.raises(PluresError, match="leave out the network"):
         OrthogonalDropout(network, members=2).discard(0, network)

@@ -76,7 +76,7 @@ def test_packing_is_near_the_entropy() -> None:
 
 
 def test_packing_refuses_what_does_not_fit() -> None:
-    with pytest.raises(PluresError, match="5 is no digit of base 5"):
+    with pytest.raises(PluresError, match="5 is not a digit of base 5"):
         pack(torch.tensor([0, 5], dtype=torch.uint8), 5)
     with pytest.raises(PluresError, match="need 1 words, not 2"):
         unpack(torch.zeros(2, dtype=torch.int64), 5, 20)

@@ -80,7 +80,7 @@ def test_classifiers_and_embeddings_are_private_where_they_are_small_and_split_w
 
 
 def test_names_of_modules_are_checked() -> None:
-    with pytest.raises(PluresError, match="classifier='haed' is no module of the network; did you mean head"):
+    with pytest.raises(PluresError, match="classifier='haed' is not a module of the network; did you mean head"):
         plures.roles(Small(), classifier="haed")
     with pytest.raises(PluresError, match="is a BatchNorm2d"):
         plures.roles(Small(), classifier="norm")
@@ -135,7 +135,7 @@ def test_roles_that_cannot_hold_are_refused(edit: dict[str, str], message: str) 
 
 def test_missing_roles_and_nothing_to_split_are_refused() -> None:
     network = Small()
-    with pytest.raises(PluresError, match=r"say nothing of 'token'"):
+    with pytest.raises(PluresError, match=r"roles lack 'token'"):
         check_roles(network, {})
     with pytest.raises(PluresError, match="LayerNorm has nothing to split"):
         plures.roles(nn.LayerNorm(4))

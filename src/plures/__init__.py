@@ -80,7 +80,7 @@ __all__ = [
 
 
 class _MissingExtraError(PluresError, AttributeError):
-    """Also an AttributeError, so that `hasattr` and tools that list names go on."""
+    """Also an AttributeError, so that `hasattr` and tools that list names keep working."""
 
 
 def __getattr__(name: str) -> Any:

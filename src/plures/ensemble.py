@@ -102,9 +102,9 @@ class Stage(nn.Module):
         return copied
 
     def commit(self) -> None:
-        """Write the stage into its ensemble; going on to the next stage does this by itself."""
+        """Write the stage into its ensemble; continuing to the next stage does this automatically."""
         if self.committed:
-            raise PluresError(f"stage '{self.name}' is committed already")
+            raise PluresError(f"stage '{self.name}' is already committed")
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if bool(tensor.isnan().any()) or (isinstance(tensor, nn.Parameter) and bool(tensor.isinf().any())):
                 raise PluresError(
@@ -149,7 +149,7 @@ class Ensemble(Predictor, ABC):
         prediction = ensemble.predict(images)
         print(ensemble)  # members, sizes, and what the file will weigh
 
-    An ensemble only predicts: its networks stay in eval mode, whatever `train()` is told, and stages, which are copies,
+    An ensemble only predicts: its networks stay in eval mode, whatever `train()` says, and stages, which are copies,
     do the training. A method implements `plan`, `open` and `forward`.
     """
 
@@ -189,8 +189,8 @@ class Ensemble(Predictor, ABC):
             for stage in ensemble.stages():
                 train(stage, epochs[stage.phase])
 
-        Going on to the next stage commits the last one. Leaving the loop early discards the open stage and keeps the
-        committed ones; called again, the loop goes on where it was left.
+        Continuing to the next stage commits the last one. Leaving the loop early discards the open stage and keeps the
+        committed ones; called again, the loop continues there.
         """
         while (step := next((step for step in self.plan() if not step.committed), None)) is not None:
             stage = self.open(step)
@@ -258,7 +258,7 @@ def refuse_one_class(loss: Loss, logits: Tensor) -> None:
     """
     if loss is F.cross_entropy and logits.dim() > 1 and logits.shape[-1 if logits.dim() == 3 else 1] == 1:
         raise PluresError(
-            f"the network returned {list(logits.shape)}: one number per sample, whose cross-entropy is always zero; "
+            f"the network returned {list(logits.shape)}: one number per sample, and its cross-entropy is always zero; "
             "return one logit per class (two for yes and no), or give a loss of your own, as for regression: loss=..."
         )
 

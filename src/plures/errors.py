@@ -12,7 +12,7 @@ class PluresError(Exception):
             print(error)  # one sentence: what was given, what is accepted, what to do
 
     Anything else that escapes from the library is a bug. Control characters, which may come from the names in a
-    stranger's file, are shown as escapes: a message is one line and cannot steer a terminal.
+    file from elsewhere, are shown as escapes: a message is one line and cannot steer a terminal.
     """
 
     def __init__(self, message: object = "") -> None:

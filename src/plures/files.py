@@ -1,4 +1,4 @@
-"""Files that are complete or not there, and checksums that tell whether they still are what was written."""
+"""Files that are complete or not there, and checksums that show whether they still are what was written."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from plures.errors import PluresError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file beside the one that it shall replace; it takes that place when it is complete and on the disk.
+    """Write a file beside the one that it replaces; it takes that place when it is complete and on the disk.
 
         with replacing(Path("birds.safetensors")) as beside:
             beside.write_bytes(contents)
@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.touch()
         usual = beside.stat().st_mode
         yield beside
-        beside.chmod(usual)  # as readable as the user's other files, whoever wrote it
+        beside.chmod(usual)  # as readable as the user's other files
         with beside.open("rb") as written:
             os.fsync(written.fileno())
         beside.replace(path)
@@ -51,7 +51,7 @@ def write(path: Path, contents: bytes) -> None:
 
 
 def digest(*parts: Any, length: int = 16) -> str:
-    """Give a checksum of bytes, as so many hexadecimal digits.
+    """Give a checksum of bytes, as a number of hexadecimal digits.
 
     >>> digest(b"plures") == digest(b"plu", b"res")
     True

@@ -93,7 +93,7 @@ class Predictor(nn.Module):
 
         prediction = ensemble.predict(images)
 
-    Its networks stay in eval mode, whatever `train()` is told: predictors only predict. Any number of threads may
+    Its networks stay in eval mode, whatever `train()` says: predictors only predict. Any number of threads may
     predict at the same time, and read, copy or save the predictor meanwhile: what a call changes in a network while it
     runs, it changes in a copy of the network's structure that no other call has.
     """
@@ -162,7 +162,7 @@ class Predictor(nn.Module):
     def _logits(self, inputs: Any, batch_size: int | None) -> Tensor:
         batch = batch_of(inputs)
         if batch is not None and not len(batch):
-            # Few layers take a batch of nothing: a sample of zeros tells the shape of the answer.
+            # Few layers take a batch of nothing: a sample of zeros shows the shape of the answer.
             one = Arguments(*(_like_one(part, batch) for part in rows_of(inputs, slice(None))))
             return self.join([one])[:, :0]
         return self.join(list(chunks(inputs, batch_size)))

@@ -30,7 +30,7 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
         plures.save(ensemble, "birds-half.safetensors", dtype=torch.bfloat16)
 
     Weights are stored as they are, or in the `dtype` given (float32, bfloat16 or float16); statistics keep theirs. A
-    partly trained ensemble is stored with all that training needs to go on. A crash leaves the old file or the new one.
+    partly trained ensemble is stored with all that training needs. A crash leaves the old file or the new one.
     """
     if dtype not in DTYPES:
         raise PluresError(f"dtype={dtype}; weights are stored as float32, bfloat16 or float16")
@@ -52,7 +52,7 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
         },
         separators=(",", ":"),
     )
-    # One entry: the order of several is not defined, and equal ensembles shall give equal bytes.
+    # One entry: the order of several is not defined, and equal ensembles must give equal bytes.
     metadata = {"plures": f"{digest(document.encode())} {document}"}
     with replacing(path) as beside:
         try:
@@ -139,7 +139,7 @@ def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str,
         raise PluresError(f"{path} cannot be read as an ensemble: {type(error).__name__}: {error}") from error
 
 
-# What a header by a stranger's hand can lead to: wrong types, missing keys, numbers beyond all bounds.
+# What a forged header can lead to: wrong types, missing keys, numbers beyond all bounds.
 UNREADABLE = (
     ArithmeticError,
     AttributeError,

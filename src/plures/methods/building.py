@@ -140,7 +140,7 @@ class ManyInOne(OneStage):
 
 
 def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
-    """Copy a network as a method shall start from it: with the weights it has, or with fresh ones.
+    """Copy a network as the start of a method: with the weights it has, or with fresh ones.
 
     built = started(network, "fresh", seed=0)
     """
@@ -182,7 +182,7 @@ def over_members(loss: Loss, reduction: Reduction, logits: Tensor, targets: Tens
 
 
 def check_members(members: object) -> None:
-    """Refuse what is no number of members.
+    """Refuse what is not a number of members.
 
     check_members(5)
     """

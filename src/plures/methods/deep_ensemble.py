@@ -28,7 +28,7 @@ class DeepEnsemble(Ensemble):
         network = ensemble.checkout(2)
 
     `classifier="fixed"` freezes the classifier (the tensors with the role "shared") as the network has it, one for all
-    members. `init="given"` starts every member from the network's weights, so that only the training tells them apart.
+    members. `init="given"` starts every member from the network's weights, so that only the training makes them differ.
 
     Members know nothing of each other, so any open step can be trained at any time, also in other processes that build
     the same ensemble: `stage = ensemble.open(step)` there; here `ensemble.open(step)`, `stage.load_state_dict(theirs)`
@@ -77,7 +77,7 @@ class DeepEnsemble(Ensemble):
         network = ensemble.checkout(2)
         """
         if self._number(member) not in self.trained:
-            raise PluresError(f"member {member} is not trained; ready are: {self.trained or 'none'}")
+            raise PluresError(f"member {member} is not trained; trained members: {self.trained or 'none'}")
         return copy.deepcopy(self.networks[member])
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

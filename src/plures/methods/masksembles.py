@@ -15,7 +15,7 @@ from plures.methods.tiling import Rows, Tiled, along_width, around, batched, run
 from plures.seeding import generator
 
 LARGEST_SCALE = 6.0  # as in the authors' package: beyond it the masks hardly overlap, and each is almost empty
-ATTEMPTS = 100_000  # the width asked for turns up in about one draw of ten
+ATTEMPTS = 100_000  # about one draw of ten has the width that is needed
 
 
 class Masksembles(ManyInOne):
@@ -75,7 +75,7 @@ class Masksembles(ManyInOne):
 
 
 class Grouped(Tiled):
-    """Run a network with one mask per sample in training, [1, batch, classes], and with all of them otherwise.
+    """Run a network with one mask per sample in training, [1, batch, classes], and with all of them in prediction.
 
     Grouped(network, 5, rows)(images)
     """
@@ -122,8 +122,8 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
 
         masks(64, members=5, scale=2.0, random=torch.Generator())
 
-    Each mask is drawn from about `scale` times as many positions as it has ones; positions that nobody uses are
-    dropped. How many positions make the rest as wide as asked for is computed, and chance does what is left.
+    Each mask is drawn from about `scale` times as many positions as it has ones; positions that no mask uses are
+    dropped. The number of positions that gives about the right width is computed; then masks are drawn until it fits.
     """
     if channels < 1:
         raise PluresError("a layer without inputs has nothing to mask: leave it out with layers=[...]")
@@ -137,7 +137,7 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
         if int(used.sum()) == channels:
             return drawn[:, used]
     raise PluresError(
-        f"no {members} masks of {ones} ones turned up that use {channels} channels in all; change scale={scale} a bit"
+        f"found no {members} masks of {ones} ones that use {channels} channels in all; change scale={scale} a little"
     )
 
 
@@ -159,12 +159,12 @@ def _chosen(network: nn.Module, given: Sequence[str] | None) -> list[str]:
         if len(known) == 1:
             raise PluresError(
                 f"{type(network).__name__} has one layer only, and the input of the first is not masked: name it with "
-                f"layers={list(known)} if it shall be"
+                f"layers={list(known)} if it should be"
             )
         return list(known)[1:]
     for name in given:
         if name not in known:
-            raise PluresError(f"layers name {name!r}, which is no Linear or convolution{nearest(name, known)}")
+            raise PluresError(f"layers name {name!r}, which is not a Linear or convolution{nearest(name, known)}")
     if not given:
         raise PluresError("layers=[] leaves no layer to mask: name one or more, or leave it out")
     return list(given)

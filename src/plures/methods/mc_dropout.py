@@ -33,7 +33,7 @@ class MCDropout(OneStage):
 
     Dropout acts at the network's own dropout layers; where it has none, on the input of the last convolution of each
     residual block; where it has no such blocks, on the input of every layer but the first; or at `sites`: dropout
-    layers by name, or any other modules, whose input is dropped. `rate` holds at all of them; left out, the network's
+    layers by name, or any other modules, whose input is dropped. `rate` applies to all of them; left out, the network's
     own dropout layers keep theirs and the others get 0.1. Give `sites` as a dict for one rate each. A residual block is
     the smallest part of a network with two or more convolutions, up to three of them larger than 1x1, and no Linear.
 
@@ -182,11 +182,11 @@ def _rates(
     if not result:
         raise PluresError(
             f"{type(network).__name__} has no place for dropout: no dropout layer, no residual block and no second "
-            "layer; name the modules whose input shall be dropped with sites=[...]"
+            "layer; name the modules whose input to drop with sites=[...]"
         )
     for site, value in result.items():
         if site not in modules:
-            raise PluresError(f"sites name {site!r}, which is no module of the network{nearest(site, modules)}")
+            raise PluresError(f"sites name {site!r}, which is not a module of the network{nearest(site, modules)}")
         if not isinstance(value, int | float) or not 0 < value < 1:
             raise PluresError(f"the dropout rate of {site!r} is {value!r}; it lies between 0 and 1, both excluded")
     return result

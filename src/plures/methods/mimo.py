@@ -216,7 +216,7 @@ def _widened(network: nn.Module, members: int, first: str, last: str, init: Init
     known = moments(network)
     if f"{first}.weight" in known:
         mean, deviation = known[f"{first}.weight"]
-        known[f"{first}.weight"] = (mean, deviation / math.sqrt(members))  # more inputs shall make no larger sums
+        known[f"{first}.weight"] = (mean, deviation / math.sqrt(members))  # more inputs must not make larger sums
     restart(result, known, [f"{first}.weight", f"{last}.weight", f"{last}.bias"], seed, "widened")
     return result
 

@@ -11,9 +11,9 @@ from plures.errors import PluresError
 
 Array = Tensor | NDArray[Any]
 
-# A probability of 0 would cost an infinite NLL. float32 softmax cannot tell anything below this from 0.
+# A probability of 0 would cost an infinite NLL. float32 softmax cannot distinguish anything below this from 0.
 TINY = torch.finfo(torch.float32).tiny
-IGNORED = -100  # the target of a place that nobody labelled, as in torch's losses
+IGNORED = -100  # the target of a place without a label, as in torch's losses
 _SHAPES = {None: "[..., classes]", 1: "[samples]", 2: "[samples, classes]", 3: "[members, samples, classes]"}
 
 
@@ -23,7 +23,7 @@ def labelled(name: str, values: Array, targets: Array, rank: int) -> tuple[Tenso
         values, labels = labelled("probabilities", probabilities, targets, rank=2)  # [samples, classes], [samples]
 
     Dense answers, [samples, classes, ...] with targets [samples, ...], come back with every place as a sample of its
-    own, but for the places whose target is -100: those nobody labelled, as for torch's own losses.
+    own, but for the places whose target is -100: those have no label, as for torch's own losses.
     """
     dense = isinstance(targets, Tensor | np.ndarray) and targets.ndim > 1
     checked = distributions(name, values, rank, dense).detach().cpu()
@@ -52,7 +52,7 @@ def labelled(name: str, values: Array, targets: Array, rank: int) -> tuple[Tenso
 
 
 def is_right(values: Tensor, labels: Tensor) -> Tensor:
-    """Tell where the most probable class is the label; of equally probable classes the first counts.
+    """Say where the most probable class is the label; of equally probable classes the first counts.
 
     >>> is_right(torch.tensor([[0.9, 0.1], [0.5, 0.5]]), torch.tensor([0, 1]))
     tensor([ True, False])
@@ -84,7 +84,7 @@ def distributions(name: str, values: Array, rank: int | None, dense: bool = Fals
 
 
 def numbers(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
-    """Refuse NaN and what is no real number; the values come back as float32 or float64, on the device where they are.
+    """Refuse NaN and what is not a real number; return the values as float32 or float64, on the device where they are.
 
     scores = numbers("scores", scores, rank=1)
     """

@@ -1,4 +1,4 @@
-"""How unsure, and why: entropy, its two parts, and how well a score tells the unfamiliar."""
+"""How unsure, and why: entropy, its two parts, and how well a score recognises the unfamiliar."""
 
 from dataclasses import dataclass
 

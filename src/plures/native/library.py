@@ -122,7 +122,7 @@ def refuse_if_others_write(folder: Path) -> None:
 
 
 def _level_here() -> str:
-    """Name the best set of instructions that this CPU has, as far as the system tells."""
+    """Name the best set of instructions that this CPU has, as far as the system reports."""
     info = Path("/proc/cpuinfo")
     flags: set[str] = set()
     if info.exists():

@@ -19,7 +19,7 @@ class Lists(NamedTuple):
         lists.values  # [kernels, taps], or [weights, 1]
 
     `starts` says where each list begins, `places` what its entries are multiplied with, `values` by what.
-    So many inputs as `group` are gone through at a time, so that they stay in the cache.
+    `group` inputs are processed at a time, so that they stay in the cache.
     """
 
     starts: Tensor
@@ -41,7 +41,7 @@ def kernel_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Ten
     outputs, inputs, *kernel = weight.shape
     taps = int(np.prod(kernel))
     whole = owners.numel() == outputs * inputs
-    # Single weights need an input of their own each: so many channels stay in the first cache. Kernels do not.
+    # Single weights need an input of their own each: this many channels stay in the first cache. Kernels do not.
     most = MOST_PLACES if whole and taps > 1 else min(max(1, MOST_PLACES // taps), 32 if taps > 1 else 64)
     group = min(inputs, most)
     places = 1 if whole else taps
@@ -71,7 +71,7 @@ def block_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Tens
 def _sorted(
     entries: Tensor, owners: Tensor, members: list[int], scales: Tensor | None, group: int, whole: bool
 ) -> Lists:
-    """Sort entries [outputs, inputs, places, values] by member, group of inputs and output; drop what nobody owns."""
+    """Sort entries [outputs, inputs, places, values] by member, group of inputs and output; drop what has no owner."""
     outputs, inputs, places = owners.shape
     if entries.dtype != torch.float32:
         raise PluresError(f"the native library multiplies float32, not {entries.dtype}")

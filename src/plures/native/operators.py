@@ -1,6 +1,6 @@
 """The native library's operators as torch sees them: with schema and shapes, so that export and compile can trace them.
 
-Activations of all members are `blocked`: [members, blocks of images, channels, rows, columns, lanes]. So many images as
+Activations of all members are `blocked`: [members, blocks of images, channels, rows, columns, lanes]. As many images as
 there are lanes lie side by side and fill the CPU's vectors; with one lane the pixels of one image do.
 """
 

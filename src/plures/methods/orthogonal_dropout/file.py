@@ -1,7 +1,7 @@
 """How a split ensemble becomes named tensors: owners packed, each member's weights together.
 
 The file of a complete ensemble holds every weight once, grouped by owner, so that some members can be read without the
-others; `owners/NAME` says where they belong. While members are untrained it also holds what training goes on from.
+others; `owners/NAME` says where they belong. While members are untrained it also holds what training needs.
 """
 
 import math
@@ -158,7 +158,7 @@ def pack(values: Tensor, base: int) -> Tensor:
         raise PluresError(f"base={base}: digits are packed in base 2 to 256")
     flat = values.detach().cpu().numpy().astype(np.uint8, copy=False).reshape(-1)
     if flat.size and int(flat.max()) >= base:
-        raise PluresError(f"{int(flat.max())} is no digit of base {base}")
+        raise PluresError(f"{int(flat.max())} is not a digit of base {base}")
     per_word = digits_per_word(base)
     padded = np.zeros((-(-flat.size // per_word), per_word), np.uint8)
     padded.reshape(-1)[: flat.size] = flat

@@ -25,7 +25,7 @@ class Keep(nn.Module):
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
         # Floating, because a product of floats is several times faster on a CPU than a choice by booleans. Not in the
-        # state dict, because whoever opens the stage again makes the same mask.
+        # state dict, because opening the stage again makes the same mask.
         self.register_buffer("mask", mask.to(torch.float32, memory_format=torch.preserve_format), persistent=False)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class TopK(nn.Module):
         self.literal = literal
 
     def chosen(self) -> Tensor:
-        """Tell which weights are in use, as a boolean mask; of equal scores the first ones win."""
+        """Say which weights are in use, as a boolean mask; of equal scores the first ones win."""
         rank = self.scores.detach().abs().float().add_(self.handicap).reshape(-1)
         if self.count == 0:
             return torch.zeros_like(self.scores, dtype=torch.bool)
@@ -144,7 +144,7 @@ def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 
 
 def plain(weight: Tensor) -> bool:
-    """Tell whether `cut` can work on a weight: float32 on the CPU, contiguous, and nothing that needs a gradient.
+    """Say whether `cut` can work on a weight: float32 on the CPU, contiguous, and nothing that needs a gradient.
 
     >>> plain(torch.zeros(3, 3))
     True
@@ -154,7 +154,7 @@ def plain(weight: Tensor) -> bool:
 
 
 def cut(weight: Tensor, mine: Callable[[slice], NDArray[np.bool_]], scale: Tensor | None = None) -> Tensor:
-    """Keep a weight where `mine` says so of some of its rows, and multiply it by a scale that has as many rows.
+    """Keep some rows of a weight where `mine` is set, and multiply them by a scale of as many rows.
 
         part = cut(weight, lambda rows: owners[rows] == member)
 

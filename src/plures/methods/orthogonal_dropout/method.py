@@ -175,7 +175,7 @@ class OrthogonalDropout(Ensemble):
                     raise _other_start(stage.name, f"the mask of {name!r}")
 
     def discard(self, member: int, network: nn.Module | None = None) -> None:
-        """Throw a member away, so that `stages()` trains it again; the others keep every bit.
+        """Discard a member, so that `stages()` trains it again; the others keep every bit.
 
             ensemble.discard(2)
 
@@ -191,7 +191,7 @@ class OrthogonalDropout(Ensemble):
         if network is not None and self.init == "fresh":
             raise PluresError("with init='fresh' a member starts afresh: leave out the network")
         if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.shapes:
-            raise PluresError("the network handed in is another than the ensemble was made of: its tensors differ")
+            raise PluresError("the ensemble was made of another network: the tensors of the one given differ")
         attempts = self.progress.attempts
         if self.init == "given":
             source = copy.deepcopy(self.network if network is None else network)
@@ -259,7 +259,7 @@ class OrthogonalDropout(Ensemble):
         """Make an engine that predicts faster ("unfolded") or in less memory ("lean") than the ensemble's forward.
 
             engine = ensemble.engine("lean")
-            engine = ensemble.engine(memory=200_000_000)  # unfolded if its weights fit into as many bytes, else lean
+            engine = ensemble.engine(memory=200_000_000)  # unfolded if its weights fit into that many bytes, else lean
 
         With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. Both engines give
         the same bits, and without `fold` those of the ensemble.
@@ -352,7 +352,7 @@ class OrthogonalDropout(Ensemble):
     def _ready(self, member: int) -> int:
         if self._number(member) not in self.trained:
             missing = "is not trained" if self.loaded is None else "was not loaded"
-            raise PluresError(f"member {member} {missing}; ready are: {self.trained or 'none'}")
+            raise PluresError(f"member {member} {missing}; trained members: {self.trained or 'none'}")
         return member
 
     def _all_ready(self) -> list[int]:

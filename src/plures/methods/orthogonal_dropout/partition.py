@@ -54,11 +54,11 @@ class Partition(nn.Module):
         return sizes(self.get_buffer(self._buffer_names[name]).numel(), self.members)[member]
 
     def owned(self, name: str, member: int) -> Tensor:
-        """Tell where a member owns a tensor, as a boolean mask."""
+        """Say where a member owns a tensor, as a boolean mask."""
         return self.get_buffer(self._buffer_names[name]) == member
 
     def free(self, name: str) -> Tensor:
-        """Tell where nobody owns a tensor, as a boolean mask."""
+        """Say where no member owns a tensor, as a boolean mask."""
         return self.owned(name, FREE)
 
     def claimed(self) -> set[int]:
@@ -90,7 +90,7 @@ class Partition(nn.Module):
             owners.masked_fill_(owners == member, FREE)
 
     def check(self, owners: Mapping[str, Tensor]) -> None:
-        """Refuse owners that are no partition: every member has all of its share or nothing."""
+        """Refuse owners that are not a partition: every member has all of its share or nothing."""
         if set(owners) != set(self._buffer_names):
             raise PluresError("owners must be given for every split tensor, and for no other")
         for name, given in owners.items():
@@ -108,7 +108,7 @@ class Partition(nn.Module):
                     )
 
     def assign(self, owners: Mapping[str, Tensor]) -> None:
-        """Write all owners at once, from a file for example; refuse what is no partition."""
+        """Write all owners at once, from a file for example; refuse what is not a partition."""
         self.check(owners)
         for name, given in owners.items():
             self.get_buffer(self._buffer_names[name]).copy_(given)

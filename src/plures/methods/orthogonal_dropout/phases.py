@@ -4,7 +4,7 @@ For each member i: free_i is what no earlier member owns (Algorithm 1 starts fro
 
     pretrain    train the free weights from a fresh start
     prune       freeze them, learn a score for each, and claim the member's share: the largest |scores|
-    finetune    train what the member owns; then it can predict, and nobody touches its weights again
+    finetune    train what the member owns; then it can predict, and its weights never change again
 
 Without optimised masks the weights are shared out at random beforehand, and `train` is the only phase.
 """
@@ -33,7 +33,7 @@ class Phase(ABC):
     completes: ClassVar[bool] = False  # whether the member can predict after it
 
     def trains(self, role: Role) -> bool:
-        """Tell whether the tensors of a role are trained."""
+        """Say whether the tensors of a role are trained."""
         return role is not Role.SHARED
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Phase(ABC):
         """Make the mask under which the stage sees a split weight."""
 
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Give the member what the trained stage has chosen for it: nothing, unless the phase says otherwise."""
+        """Give the member what the trained stage has chosen for it: nothing, unless the phase overrides it."""
         return
 
 

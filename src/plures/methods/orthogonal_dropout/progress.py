@@ -1,4 +1,4 @@
-"""How far the members are: which phases each has behind it, and how often it was thrown away."""
+"""How far the members are: which phases each has finished, and how often it was discarded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self, members: int) -> None:
         self.committed: list[list[str]] = [[] for _ in range(members)]
-        self.attempts = [0] * members  # how often a member was thrown away: each attempt draws other numbers
+        self.attempts = [0] * members  # how often a member was discarded: each attempt draws other numbers
 
     @property
     def trained(self) -> list[int]:

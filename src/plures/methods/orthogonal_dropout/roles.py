@@ -30,7 +30,7 @@ Classifier = Literal["private", "split", "fixed"]
 
 # Small tensors are private: copies cost next to nothing, and each member decides for itself. Large ones are split.
 SMALL_SHARE = 0.02  # of the numbers of the network: five copies of so much make it a tenth larger
-SMALL_COUNT = 2**14  # numbers that nobody misses
+SMALL_COUNT = 2**14  # numbers, too few to matter
 
 
 def roles(
@@ -144,7 +144,7 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
     first = canonical(network)
     for name, tensor in names.items():
         if name not in given:
-            raise PluresError(f"roles say nothing of {name!r}: start from plures.roles(network), which names them all")
+            raise PluresError(f"roles lack {name!r}: start from plures.roles(network), which names them all")
         if given[name] not in list(Role):
             raise PluresError(f"the role of {name!r} is {given[name]!r}; use one of {', '.join(Role)}")
         role = result[name] = Role(given[name])
@@ -164,7 +164,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, _ConvNd):
-        # A depthwise kernel has a handful of weights: a fifth of them is no kernel.
+        # A depthwise kernel has a handful of weights: a fifth of them is not a kernel.
         return () if 1 < module.groups == module.in_channels else ("weight",)
     if isinstance(module, nn.Linear):
         return ("weight",)
@@ -194,7 +194,7 @@ def _last_linear(network: nn.Module) -> str | None:
 
 def _named_classifier(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
-        raise PluresError(f"classifier={name!r} is no module of the network{nearest(name, modules)}")
+        raise PluresError(f"classifier={name!r} is not a module of the network{nearest(name, modules)}")
     if not isinstance(modules[name], nn.Linear | _ConvNd):
         kind = type(modules[name]).__name__
         raise PluresError(f"classifier={name!r} is a {kind}; name the Linear or convolution that gives the logits")

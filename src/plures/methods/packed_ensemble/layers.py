@@ -234,12 +234,12 @@ class Packing:
 
 
 def _around_again(values: Tensor, count: int) -> Tensor:
-    """Take so many values, from the start again and again: those of norm layers are all alike before training."""
+    """Repeat values up to a count: those of norm layers are all alike before training."""
     return values[torch.arange(count) % len(values)]
 
 
 def is_depthwise(module: Convolution) -> bool:
-    """Tell whether each channel has a convolution of its own.
+    """Say whether each channel has a convolution of its own.
 
     >>> is_depthwise(nn.Conv2d(8, 8, 3, groups=8))
     True

@@ -28,7 +28,7 @@ class PackedEnsemble(ManyInOne):
 
     All members together are `alpha` times as wide as the network, so that each has alpha / members of its channels;
     alpha = sqrt(members) makes as many weights as the network has. Left out, alpha is the value nearest to that which
-    makes every width whole; one that does not is refused, never rounded. `gamma` cuts each member's layers into so many
+    makes every width whole; one that does not is refused, never rounded. `gamma` cuts a member's layers into that many
     groups, for fewer weights, all but the first and the last. Every member sees the whole input and has a classifier of
     its own. `first` and `last` name the layers that take the input and give the logits, by default the first layer and
     the last Linear.

@@ -46,7 +46,7 @@ class Lean(Engine):
         self.borrow(lambda structure: None)  # makes one for the compiler, which cannot
 
     def structure(self) -> tuple[nn.Module, nn.ModuleDict]:
-        """Make what a call runs: the network under masks that it tells which member they cut out."""
+        """Make what a call runs: the network under masks, which are set to the member to cut out."""
         network, owned = shell((self.network, self.owned))
         put_on(network, {name: owned[inner] for name, inner in self._inner.items()}, self._places)
         return network, owned
@@ -101,7 +101,7 @@ class PackedOwners(nn.Module):
 
         part = PackedOwners(owners, members=5).owned_part(weight, member=2)
 
-    A byte holds the owner of a weight in the first half of the rows and of its fellow in the second half, so that a
+    A byte holds the owner of a weight in the first half of the rows and of one in the second half, so that a
     run of rows unpacks by one operation.
     """
 
@@ -110,7 +110,7 @@ class PackedOwners(nn.Module):
     def __init__(self, owners: Tensor, members: int) -> None:
         super().__init__()
         self.rows = owners.shape[0]
-        self.halves = members <= 15  # a free weight's 255 becomes 15, which is no member either
+        self.halves = members <= 15  # a free weight's 255 becomes 15, which is not a member either
         if self.halves:
             first, second = owners[: (self.rows + 1) // 2] & 15, owners[(self.rows + 1) // 2 :] & 15
             owners = first.clone()
