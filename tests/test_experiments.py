@@ -280,7 +280,7 @@ def test_bad_input_gets_one_sentence(
 def test_data_that_are_missing_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", "digits", "--data", str(tmp_path / "nowhere"), "--runs", str(tmp_path / "runs")]
     assert main(words) == 2
-    assert capsys.readouterr().err.count("there are no data") == 1
+    assert capsys.readouterr().err.count("there is no data set") == 1
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 400])

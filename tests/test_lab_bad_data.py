@@ -159,9 +159,9 @@ def test_paths_that_are_no_data(tmp_path):
         ("x" * 300, "too long"),
         ("./" + "x/" * 5000, "too long"),
         ("a\0b", "null"),
-        ("\udcff", "no data called"),
+        ("\udcff", "no data set"),
         ("~nobody-of-this-name/birds", "home folder"),
-        ("", "no name"),
+        ("", "no data is named"),
     ):
         assert words in refused(lambda name=name: open_data(name)), name
     refused(lambda: open_data("digits", data_dir="~nobody-of-this-name"))

@@ -150,7 +150,7 @@ def test_every_field_of_the_recipe_can_be_overridden(run: Path) -> None:
 def test_the_recipe_may_stand_after_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data-dir", str(tmp_path), "--run", str(tmp_path / "run"), "cub200-cpu"]
     assert main(["train", *words, "--data", "cub"]) == 2
-    assert "no data called 'cub'" in capsys.readouterr().err  # the recipe was found, its data were overridden
+    assert "no data set 'cub'" in capsys.readouterr().err  # the recipe was found, its data were overridden
 
 
 def test_methods_and_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ class Look(NamedTuple):
     marker: str
 
 
-# In the order of the paper; packed ensembles came later. Okabe and Ito's colours, which the colour-blind tell apart,
+# In the order of the paper; packed ensembles came later. Okabe and Ito's colours, safe for the colour-blind,
 # with wine and grey for black and yellow.
 LOOKS = {
     "deterministic": Look("#7F7F7F", "p"),

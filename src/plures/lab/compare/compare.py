@@ -33,8 +33,8 @@ def compare(
 
         rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
 
-    Runs that are finished are not made again, runs that were cut go on. Data that are missing are told before anything
-    is made. A run that fails stops no other: its row tells the reason.
+    Finished runs are not made again, interrupted ones are resumed. Missing data is reported before anything is made. A
+    run that fails does not stop the others: its row gives the reason.
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]
@@ -49,7 +49,7 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
     failures = make_runs(comparison.jobs(Path("runs")), None, None, "here")
     """
     if at_once is not None and at_once < 1:
-        raise PluresError(f"--jobs {at_once}: at least one run must go on at a time")
+        raise PluresError(f"--jobs {at_once}: at least one run must be made at a time")
     failures: dict[Path, str] = {}
     epochs: dict[Path, int] = {}
     for job in jobs:
@@ -77,7 +77,7 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
 
 
 def refuse_others(job: Job) -> None:
-    """Refuse to go on where a run folder holds a run of other numbers.
+    """Refuse to continue where a run folder holds a run with other settings.
 
     refuse_others(job)
     """
@@ -88,7 +88,7 @@ def refuse_others(job: Job) -> None:
     if differing := differences({key: before.get(key) for key in now}, now):
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise PluresError(
-            f"{job.run} holds a run of another configuration: {'; '.join(differing[:3])}{more}; choose another folder "
+            f"{job.run} holds a run with other settings: {'; '.join(differing[:3])}{more}; choose another folder "
             "with --runs, or the old configuration"
         )
 

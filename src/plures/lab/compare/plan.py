@@ -52,7 +52,7 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
 
 
 def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
-    """Show a plan with its sums; `at_once` runs go on at a time.
+    """Show a plan with its sums; `at_once` runs are made at a time.
 
     tables.show(plan_table("table1 at the scale cpu", lines, at_once=2))
     """

@@ -93,7 +93,7 @@ class Processes(AbstractContextManager["Processes"]):
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # Whoever ends this process means the runs, too.
+            # Ending this process ends its runs, too.
             self._before = signal.signal(signal.SIGTERM, _leave)
         return self
 
@@ -143,8 +143,8 @@ class OnRay(AbstractContextManager["OnRay"]):
         with OnRay(2, data_dir) as pool:
             reason = pool.submit(job).result()
 
-    All machines must have plures installed and see the same folders. Without a number, as many runs go on at a time as
-    the cluster has GPUs, or else cores.
+    All machines must have plures installed and see the same folders. Without a number, one run is made at a time for
+    each GPU of the cluster, or for each core where it has none.
     """
 
     def __init__(self, at_once: int | None, data_dir: Path | None) -> None:
@@ -176,7 +176,7 @@ class OnRay(AbstractContextManager["OnRay"]):
 
 
 def default_jobs() -> int:
-    """Say how many runs go on at a time if nobody says: one per GPU, or one per core.
+    """Choose how many runs to make at a time: one per GPU, or one per core.
 
     Processes(default_jobs(), data_dir)
     """
@@ -188,7 +188,7 @@ def default_jobs() -> int:
 
 
 def is_done(job: Job) -> bool:
-    """Tell whether a run is trained and measured.
+    """Say whether a run is trained and measured.
 
     missing = [job for job in jobs if not is_done(job)]
     """
@@ -196,7 +196,7 @@ def is_done(job: Job) -> bool:
 
 
 def _reason(future: "Future[Reason]") -> Reason:
-    """Turn whatever went wrong into words: the other runs shall go on."""
+    """Turn whatever went wrong into words: the other runs continue."""
     try:
         return future.result()
     except Exception as error:
@@ -214,7 +214,7 @@ def _tell(process: "subprocess.Popen[str]", description: str) -> str:
             return says.read()
         finally:
             with contextlib.suppress(BrokenPipeError):
-                hears.close()  # only now: a worker ends when nobody can tell it anything
+                hears.close()  # only now: a worker ends when its input is closed
 
 
 def _leave(number: int, frame: object) -> NoReturn:

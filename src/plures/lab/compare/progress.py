@@ -19,7 +19,7 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.training.progress import duration
 from plures.lab.training.train import read_metrics
 
-PAUSE = 60.0  # seconds between plain lines about runs that go on
+PAUSE = 60.0  # seconds between plain lines about the runs in progress
 SHOWN = 12  # runs that the live list has room for
 BAR = 12  # columns of the bar of one run
 PADDING = 2
@@ -39,7 +39,7 @@ class Watch(AbstractContextManager["Watch"]):
         self.jobs = list(jobs)
         self.epochs = epochs
         self.console = Console(stderr=True, highlight=False)
-        self.before = {job.run: _records(job) for job in jobs}  # what earlier sessions did tells nothing of the speed
+        self.before = {job.run: _records(job) for job in jobs}  # what earlier sessions did says nothing about the speed
         self.begun: set[Path] = set()
         self.results: dict[Path, str | None] = {}
         self._started = self._last_line = time.monotonic()
@@ -109,7 +109,7 @@ class Watch(AbstractContextManager["Watch"]):
         return f"{made:,} of {total:,} epochs, about {duration(seconds)} left"
 
     def _table(self) -> RenderableType:
-        """Show a line for each run that goes on, or two where one would not fit."""
+        """Show a line for each run in progress, or two where one would not fit."""
         shown = [
             (
                 Text(job.name, overflow="fold"),

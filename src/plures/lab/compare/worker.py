@@ -2,8 +2,8 @@
 
 python -m plures.lab.compare.worker < job.json
 
-The job is one line of standard input; when standard input ends, whoever asked for the run is gone, and so is the
-process. Standard output has the reason if the run fails; all else goes to standard error.
+The job is one line of standard input; when standard input ends, the process that asked for the run is gone, and the
+worker ends, too. Standard output has the reason if the run fails; all else goes to standard error.
 """
 
 import json
@@ -35,7 +35,7 @@ def make(description: str) -> None:
 
     values = json.loads(description)
     if Path(values["folder"]).is_dir():
-        os.chdir(values["folder"])  # relative paths mean what they meant to whoever asked
+        os.chdir(values["folder"])  # relative paths mean what they meant to the caller
     data_dir = values["data_dir"] or values["data"]
     job = Job.from_json(values)
     where = None if data_dir is None else Path(data_dir)

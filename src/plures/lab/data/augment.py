@@ -18,7 +18,7 @@ class Augment:
         Augment(crop=4, flip=True)                        # CIFAR, as in the ResNet paper
         Augment(resized_crop=(0.25, 1.0), flip=True)      # photographs
 
-    `crop` pads with so many pixels of the mean colour (zero after normalisation) and cuts a square out at random;
+    `crop` pads with that many pixels of the mean colour (zero after normalisation) and cuts a square out at random;
     `resized_crop` cuts out a random fraction of the area, between the two given, and resizes it; `flip` mirrors half of
     the images left to right. Images that are larger in the cache are always cut at a random place.
     """

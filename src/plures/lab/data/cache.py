@@ -97,7 +97,7 @@ def survey(source: Source, cache: Path) -> Survey:
 
 
 def open_cache(source: Source, seen: Survey, cache: Path, size: int, channels: int) -> dict[str, CachedSplit]:
-    """Return the decoded pictures of a source by split; decode them first if nobody has.
+    """Return the decoded pictures of a source by split; decode them first if that was not done before.
 
         open_cache(source, survey(source, cache), cache, size=32, channels=3)["train"].images
 
@@ -114,7 +114,7 @@ def open_cache(source: Source, seen: Survey, cache: Path, size: int, channels: i
             with _replacing(folder) as beside:
                 if _decode(source, beside, shape) != seen.content:
                     _survey_file(source, cache).unlink(missing_ok=True)
-                    raise PluresError(f"the pictures of {source.name} have changed: start again to read them anew")
+                    raise PluresError(f"the pictures of {source.name} changed while being read: start again")
             entry = _open(folder, seen, shape)
     if entry is None:
         raise PluresError(f"the image cache at {cache} does not keep what is written to it: give another cache_dir")

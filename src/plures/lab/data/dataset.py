@@ -97,9 +97,9 @@ def open_data(
     fifth of the training images is held out as test images where there are none, always the same; with `like`, which is
     for evaluation, all of them are test images then.
 
-    `limit` keeps at most so many training images, equally many of each class; from these, `validation` (below 1 a
-    fraction, otherwise a number) is carved, class by class. Both follow `seed`, and test images are never touched; data
-    that bring validation images beside their test images keep those. `size` brings all images to size x size.
+    `limit` keeps at most that many training images, equally many of each class; of these, `validation` (below 1 a
+    fraction, else a number) is held out, class by class. Both follow `seed`, and test images are never touched; data
+    that brings validation images beside its test images keeps those. `size` brings all images to size x size.
     """
     whole_number("seed", seed, least=0)
     cache = cache_folder(cache_dir)

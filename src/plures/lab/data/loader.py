@@ -31,8 +31,8 @@ def batches(
         for images, labels in batches(data.test, 500, shuffle=False): ...  # the last, smaller batch is kept
 
     Order and augmentation depend on seed, epoch, rank and world alone. Of `world` processes, each takes every world-th
-    sample, `batch_size` at a time; where the number of samples is no multiple of `world`, the order wraps around to its
-    start, so that all take equally many steps: whoever gathers results from all ranks, interleaved, keeps the first
+    sample, `batch_size` at a time; where `world` does not divide the number of samples, the order wraps around to its
+    start, so that all take equally many steps: to gather results from all ranks, interleave them and keep the first
     `len(split)`. Without `augment`, images that are larger in the cache are cut to their middle.
     """
     count = steps(split, batch_size, drop_last=drop_last, world=world)
@@ -50,7 +50,7 @@ def steps(split: Split, batch_size: int, *, drop_last: bool = False, world: int 
     steps(data.train, 128, drop_last=True, world=2)
     """
     if not len(split):
-        raise PluresError(f"{split.info.name} has no {split.name} images: give data that have a {split.name} split")
+        raise PluresError(f"{split.info.name} has no {split.name} images: give data with a {split.name} split")
     if batch_size < 1:
         raise PluresError(f"batch_size must be at least 1, but is {batch_size}")
     share = -(-len(split) // world)

@@ -1,6 +1,6 @@
 """From a picture file to the pixels that a network is trained on.
 
-Files come from strangers: what is not an ordinary file is not opened, sizes are bounded before anything is decoded,
+Files may come from anywhere: what is not an ordinary file is not opened, sizes are bounded before anything is decoded,
 and whatever goes wrong is one sentence about the file.
 """
 
@@ -115,7 +115,7 @@ def open_picture(encoded: bytes, origin: str) -> Image.Image:
 
 
 def is_grey(picture: Image.Image) -> bool:
-    """Tell whether a picture is stored without colour.
+    """Say whether a picture is stored without colour.
 
     is_grey(open_picture(encoded, "scan.png"))
     """

@@ -74,7 +74,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
     """
     accepted = f"accepted are {', '.join(['digits', *HUB_IDS])}, a folder, a .parquet file or a hub id owner/name"
     if not name:
-        raise PluresError(f"the data have no name: {accepted}")
+        raise PluresError(f"no data is named: {accepted}")
     places = [data_dir / name] if data_dir is not None else []
     if name != "digits" and name not in HUB_IDS:
         places.append(expanded(name))
@@ -93,7 +93,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
             lambda: _read_hub(hub_id, configuration, lambda answer: _missing(name, data_dir, looked, answer)),
         )
     near = nearest(name, ["digits", *HUB_IDS])
-    raise PluresError(f"there are no data called {name!r}: looked for {looked}; {accepted}{near}")
+    raise PluresError(f"there is no data set {name!r}: looked for {looked}; {accepted}{near}")
 
 
 def expanded(path: str | Path) -> Path:
@@ -117,7 +117,7 @@ def _exists(place: Path) -> bool:
 
 
 def _missing(name: str, data_dir: Path | None, looked: str, answer: str) -> str:
-    """Tell in one sentence where a data set was looked for, what the hub said, and where to put it."""
+    """Say in one sentence where a data set was looked for, what the hub said, and where to put it."""
     home = str(data_dir / name) if data_dir is not None else f"a folder {name!r} below the one that PLURES_DATA names"
     local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
     return (

@@ -47,7 +47,7 @@ RULES: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
-    "svg.fonttype": "none",  # text stays text, for whoever searches or listens
+    "svg.fonttype": "none",  # text stays text, for search and screen readers
     "svg.hashsalt": "plures",  # the same input gives the same bytes
     "pdf.fonttype": 42,
 }
@@ -139,7 +139,7 @@ def hollow(look: Look) -> dict[str, Any]:
 
 
 def finish(figure: Figure, handles: Sequence[Artist], inches: float) -> None:
-    """Put the legend below, in as few lines as there is room for, and leave so many inches to the panels.
+    """Put the legend below, in as few lines as there is room for, and leave the given inches to the panels.
 
     finish(figure, handles, inches=2.9)
     """
@@ -190,7 +190,7 @@ def around(values: Sequence[float]) -> list[float]:
 
 
 def inches_of(text: str) -> float:
-    """Tell how wide a text is drawn.
+    """Measure how wide a text is drawn.
 
     inches_of("orthogonal-dropout")
     """

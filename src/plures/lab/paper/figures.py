@@ -56,7 +56,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Point:
-    """The scores of an ensemble of so many members, one value per seed.
+    """The scores of an ensemble of a number of members, one value per seed.
 
         Point(5, accuracy=(0.951, 0.949), nll=(0.157, 0.160), ece=(0.008, 0.009))
 
@@ -240,7 +240,7 @@ def _caption(group: Bars) -> str:
 
 
 def _wrapped(text: str, room: float) -> list[str]:
-    """Break a text into as long lines as fit into so many inches; no lines at all if a word does not."""
+    """Break a text into lines as long as fit into the given inches; no lines at all if a word does not."""
     for letters in range(len(text), 0, -1):
         lines = textwrap.wrap(text, letters, break_long_words=False)
         if all(inches_of(line) <= room for line in lines):

@@ -119,7 +119,7 @@ MC_DROPOUT_NOTE = (
 
 
 def paper_members(method: str, wide: bool) -> int:
-    """Tell how many members the paper's figures are of.
+    """Say how many members the paper's figures are for.
 
     >>> paper_members("mimo", wide=False), paper_members("deep-ensemble", wide=True)
     (2, 5)
@@ -128,7 +128,7 @@ def paper_members(method: str, wide: bool) -> int:
 
 
 def paper_data(name: str) -> str:
-    """Name the paper's data set that data were taken from.
+    """Name the paper's data set that data was taken from.
 
     >>> paper_data("tiny-imagenet-20"), paper_data("cifar10")
     ('tiny-imagenet', 'cifar10')

@@ -181,7 +181,7 @@ def _member_lines(drawing: Drawing, panel: Panel, values: Sequence[tuple[Record,
 
 
 def accuracy_key(detail: Detail) -> tuple[str, str]:
-    """Choose what tells how training went: validation images, or training images where none were held out.
+    """Choose what shows how training went: validation images, or training images where none were held out.
 
     accuracy_key(detail)  # ('validation_accuracy', 'validation accuracy')
     """

@@ -31,7 +31,7 @@ def write_report(rows: Sequence[Row], out: Path, *, data_dir: Path | None, comma
         write_report(rows, Path("report.html"), data_dir=None, command="plures report runs/digits")
 
     The file needs nothing else: no network, no script, no picture beside it. Of runs that differ in the seed alone the
-    table shows mean and spread, and the charts the first one. `command` is told as the way to make the page again.
+    table shows mean and spread, and the charts the first one. `command` is shown as the way to make the page again.
     """
     rows = sorted((row for row in rows if row.runs), key=lambda row: place_of(row.name))
     looks = looks_of(row.name for row in rows)
@@ -85,7 +85,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Let a class name go on in the next line where a word of it ends."""
+    """Let a class name break into the next line where one of its words ends."""
     return Markup("_<wbr>").join(escape(part) for part in name.split("_"))
 
 

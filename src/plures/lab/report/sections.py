@@ -19,13 +19,13 @@ class Figure:
 
     title: str
     colour: str
-    chart: Markup | None  # None: there is nothing to draw, and `says` tells why
+    chart: Markup | None  # None: there is nothing to draw, and `says` gives the reason
     says: str
 
 
 @dataclass(frozen=True)
 class Section:
-    """Small charts side by side, one per row, under a heading that tells how to read them.
+    """Small charts side by side, one per row, under a heading that says how to read them.
 
     Section("agreement", "Which members agree", "A square is ...", figures)
     """

@@ -77,7 +77,7 @@ def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
 
 
 def _gain(ensembles: Sequence[Detail]) -> list[str]:
-    """Tell what all members bring over the first one, as the chart of added members shows it."""
+    """Say what all members bring over the first one, as the chart of added members shows it."""
     if not ensembles:
         return []
     ranked = sorted(ensembles, key=lambda one: one.added[-1][1] - one.added[0][1])  # by what the NLL gains

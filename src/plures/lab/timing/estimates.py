@@ -82,12 +82,12 @@ def estimate(
     cache: Path | None = None,
     again: bool = False,
 ) -> Estimate | None:
-    """Estimate what a run takes here; None where the data are not known by name.
+    """Estimate what a run takes here; None where the data is not known by name.
 
         estimate(get_recipe("cifar10-cpu"), "deep-ensemble").seconds
 
     An estimate is measured once for each machine, version of torch, recipe and method, and kept in the cache folder;
-    `again` measures anew. Steps run on one thread and count processor time, each at its best of several: a busy
+    `again` measures once more. Steps run on one thread and count processor time, each at its best of several: a busy
     machine changes nothing.
     """
     if recipe.data not in SHAPES:

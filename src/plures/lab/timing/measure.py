@@ -137,7 +137,7 @@ class Ratio:
 
     @property
     def met(self) -> bool | None:
-        """Tell whether the bar is met, or None where there is none."""
+        """Say whether the bar is met, or None where there is none."""
         return None if self.bar is None else self.value <= self.bar
 
     def __str__(self) -> str:

@@ -106,7 +106,7 @@ def allocator_peak(action: Action, device: torch.device) -> int:
 def _allocated(subject: Subject, kind: str, path: Path, batch: int) -> int:
     """Count the tensors of a network and, at the peak, of one prediction."""
     network = MAKERS[kind](subject, path)
-    _predict(network, batch)  # what happens once is no part of it
+    _predict(network, batch)  # what happens only once does not count
     return held(network) + allocator_peak(lambda: _predict(network, batch), next(network.parameters()).device)
 
 
