@@ -1,22 +1,31 @@
 """The command line, as a person uses it: words in, tables and exit codes out."""
 
+import errno
+import io
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image
+from torch.distributed import run as launcher
 
 from plures import PluresError
 from plures.errors import visible
 from plures.lab import demo, recipes
-from plures.lab.cli.main import main
+from plures.lab.cli.main import commands, main
+from plures.lab.compare.jobs import Comparison, Variant
 from plures.lab.methods import METHOD_NAMES, kebab, method_class, method_options
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
+from plures.lab.runs.config import train_command
+from plures.lab.runs.folder import RunFolder
 
 SMALL = [
     *("--model", "mlp", "--width", "32", "--members", "2", "--limit", "300", "--validation", "0.1"),
@@ -77,12 +86,21 @@ def shell(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], [], ["train", "--help"], ["train", "cifar10", "--help"], ["predict", "--help"], ["--version"]]
+    "words",
+    [
+        ["--help"],
+        [],
+        ["train", "--help"],
+        ["train", "cifar10", "--method", "mine:Best", "--help"],
+        ["predict", "--help"],
+        ["--version"],
+        ["recipes"],
+    ],
 )
 def test_help_does_not_load_torch(words: list[str]) -> None:
     program = (
         "import sys\n"
-        "from plures.lab.cli import main\n"
+        "from plures.lab.cli.main import main\n"
         "try:\n"
         f"    main({words})\n"
         "except SystemExit as end:\n"
@@ -100,11 +118,28 @@ def test_the_help_of_train_shows_the_numbers_of_the_recipe(capsys: pytest.Captur
         assert end.value.code == 0
         return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
-    assert f"--batch-size INT (default: {get_recipe('cub200-cpu').batch_size})" in told("cub200-cpu")
-    assert f"--members INT (default: {get_recipe('digits').members})" in told()
-    assert "--members INT (default: 2)" in told("digits", "--method", "mimo")
+    assert "--batch-size INT images in one step, of all processes together (default: 32)" in told("cub200-cpu")
+    assert f"--members INT of the ensemble (default: {get_recipe('digits').members})" in told()
+    assert "--members INT of the ensemble (default: 2)" in told("digits", "--method", "mimo")
     assert "--about" not in told()
     assert "ensemble.safetensors" in told()
+
+
+@pytest.mark.parametrize("command", ["", *commands()])
+def test_help_is_plain_text_that_fits_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    told = capsys.readouterr().out
+    assert max(len(line) for line in told.splitlines() if not line.startswith("usage:")) <= 80
+    assert not re.search(r"\{None\}|>>>|Epochs\(|NoneType", told)
+    words = {
+        "": ["--version", "Commands", "Train one ensemble"],
+        "train": ["train/CLASS/", "test/CLASS/", "--validation 0.1", "classes= and channels=", "--limit INT|None"],
+    }
+    assert all(word in told for word in words.get(command, [f"plures {command}"]))
 
 
 def test_a_person_trains_evaluates_and_predicts(tmp_path: Path) -> None:
@@ -176,25 +211,71 @@ def test_the_run_folder_has_a_name_by_itself(
     assert "one member" in capsys.readouterr().out
 
 
-def test_a_network_of_the_users_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+NETWORKS = """
+from torch import nn
+def wide(classes, channels, size, width=24):
+    flat = channels * size * size
+    return nn.Sequential(nn.Flatten(), nn.Linear(flat, width), nn.ReLU(), nn.Linear(width, classes))
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with code of the user's own, which no path of Python names; and a home of the user's own."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    Path("own_networks.py").write_text(NETWORKS)
+    return tmp_path
+
+
+def test_a_network_of_the_users_own_is_found_in_the_working_directory(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own_networks.py").write_text(
-        "from torch import nn\n"
-        "def wide(classes, channels, size, width=24):\n"
-        "    flat = channels * size * size\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(flat, width), nn.ReLU(), nn.Linear(width, classes))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["train", "--run", str(tmp_path / "own"), *SMALL, "--model", "own_networks:wide"]) == 0
-    assert main(["evaluate", str(tmp_path / "own"), "--json"]) == 0
+    assert main(["train", "--run", "own", *SMALL, "--model", "own_networks:wide"]) == 0
+    assert main(["evaluate", "own", "--json"]) == 0
     assert '"accuracy"' in capsys.readouterr().out
+    # Another user has another key: to them, it is the folder of a stranger.
+    monkeypatch.setenv("XDG_DATA_HOME", str(workplace / "elsewhere"))
+    del sys.modules["own_networks"]
+    for words in (["evaluate", "own"], ["predict", "own", "one.png"]):
+        assert main(words) == 2
+        assert "--trust-code" in capsys.readouterr().err
+    assert "own_networks" not in sys.modules
+    assert main(["evaluate", "own", "--json", "--trust-code"]) == 0
+
+
+def test_a_method_of_the_users_own_trains_resumes_and_predicts(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own_methods.py").write_text(
+        "import plures\n"
+        "class Pair(plures.DeepEnsemble):\n"
+        "    def __init__(self, network, *, members: int = 2, init: str = 'fresh', loss=None, seed: int = 0):\n"
+        "        super().__init__(network, members, init=init, loss=loss, seed=seed)\n"
+    )
+    words = ["train", "--method", "own_methods:Pair", "--set", "init=given", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr("plures.lab.training.train.evaluate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(words)
+    run = Path("runs/digits-pair-seed0")
+    assert main([*words, "--json"]) == 0  # reads what is trained, and measures it
+    assert json.loads(capsys.readouterr().out)["test"]["members"] == 2
+    assert json.loads((run / "config.json").read_text())["options"]["init"] == "given"
+    assert "--method own_methods:Pair" in train_command(RunFolder(run).config(), run)
+    assert main(["predict", str(run), str(digit(Path("one.png")))]) == 0
+    variant = Variant.parse("own_methods:Pair:init=given")
+    assert (variant.method, variant.settings, variant.name) == ("own_methods:Pair", ("init=given",), "pair init=given")
+    assert variant.recipe(get_recipe("digits")) == get_recipe("digits")
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["trian"], "did you mean train?"),
+        (["--fast"], "no option '--fast'"),
         (["train", "cifar-10"], "cifar10"),
         (["train", "--method", "deepensemble"], "did you mean deep-ensemble"),
         (["train", "--set", "granularty=kernel"], "did you mean granularity"),
@@ -202,7 +283,22 @@ def test_a_network_of_the_users_own(
         (["train", "--set", "granularity"], "write NAME=VALUE"),
         (["train", "--set", "seed=3"], "no option of orthogonal-dropout 'seed'"),
         (["train", "--method", "deterministic", "--members", "3"], "deterministic has no members"),
+        (
+            ["train", "--method", "deterministic", "--members", "5"],
+            "deterministic has no members",
+        ),
         (["train", "--learning-rate", "-1"], "learning_rate is -1.0, but must be above 0"),
+        (["train", "--seed", str(2**64)], "seed is 18446744073709551616, but must be"),
+        (["train", "--validation", "nan"], "validation is nan, but must be"),
+        (["train", "--learning-rate", "inf"], "learning_rate is inf, but must be"),
+        (["train", "--width", "1000000000"], "width is 1000000000, but must be"),
+        (["train", "--size", "-3"], "size is -3, but must be"),
+        (["train", "--epochs.train", str(10**12)], "epochs.train is 1000000000000, but must be"),
+        (["train", "--set", "measured=1"], "no option of orthogonal-dropout 'measured'"),
+        (["train", "--model", "builtins:dict"], "'builtins:dict' must"),
+        (["train", "--model", "torch:zeros"], "'torch:zeros' must"),
+        (["train", "--method", "no_such_module:Best"], "cannot be imported"),
+        (["train", "--method", "torch.nn:Linear"], "derived from plures.Ensemble"),
         (["train", "--data", "nowhere/birds"], "nowhere/birds"),
         (["evaluate", "nowhere"], "nowhere is no run folder"),
         (["predict", "nowhere", "one.png"], "nowhere is no run folder"),
@@ -226,7 +322,7 @@ def test_bad_words_get_a_sentence_and_exit_code_2(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("words", [["train", "--learning-rate", "fast"], ["evaluate"], ["--fast"], ["recipes", "--x"]])
+@pytest.mark.parametrize("words", [["train", "--learning-rate", "fast"], ["evaluate"], ["recipes", "--x"]])
 def test_values_of_the_wrong_kind_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -250,6 +346,142 @@ def test_an_interrupted_training_says_how_to_go_on(
     monkeypatch.setattr("plures.lab.training.train.fit", interrupted)
     assert main(["train", "--run", str(tmp_path / "run"), *SMALL]) == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_members_that_are_given_are_given_even_if_they_are_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Comparison] = []
+
+    def compare(comparisons: list[Comparison], *_: object, **__: object) -> None:
+        asked.extend(comparisons)
+        raise PluresError("enough")
+
+    monkeypatch.setattr("plures.lab.compare.compare.compare", compare)
+    monkeypatch.setattr("plures.lab.compare.table.writable", lambda folder: folder)
+    assert main(["compare", "digits", "--methods", "mimo", "deep-ensemble", "--members", "5"]) == 2
+    assert main(["compare", "digits", "--methods", "mimo", "deep-ensemble"]) == 2
+    members = [[job.recipe.members for job in one.jobs(Path("runs"))] for one in asked]
+    assert members == [[5, 5], [2, 5]]
+
+
+def test_the_command_of_a_run_makes_the_same_run(run: Path) -> None:
+    words = shlex.split(train_command(RunFolder(run).config(), run))
+    assert words[:3] == ["plures", "train", "digits"]
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+    assert main(words[1:]) == 0
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.json"])
+@pytest.mark.parametrize("contents", ["[]", "null", "{}", "{", "9" * 5000, "[" * 100_000])
+def test_damaged_json_gets_a_sentence(
+    run: Path, tmp_path: Path, name: str, contents: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / name).write_text(contents)
+    readers = [["train", "--run", str(folder), *SMALL], ["report", str(folder), "--out", str(tmp_path / "page.html")]]
+    for words in [*readers, *([["evaluate", str(folder)]] if name == "config.json" else [])]:
+        assert main(words) == 2, words
+        assert name in capsys.readouterr().err
+
+
+def test_a_broken_line_of_the_log_does_not_end_a_training(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "metrics.json").unlink()
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    (folder / "log.jsonl").write_text("\n".join([*lines[:2], '{"stage": ', "[]", *lines[2:], ""]))
+    assert main(["train", "--run", str(folder), *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["test"]
+    assert found == json.loads((run / "metrics.json").read_text())
+    assert "line 3 of" in caplog.text
+
+
+def test_a_finished_run_is_read_where_nothing_can_be_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder = shutil.copytree(run, tmp_path / "run")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    with monkeypatch.context() as patch:
+        for owner, name in ((FileLock, "acquire"), (Path, "unlink"), (Path, "touch"), (Path, "mkdir")):
+            patch.setattr(owner, name, refuse)
+        assert main(["train", "--run", str(folder), *SMALL]) == 0
+        assert main(["train", "--run", str(begun), *SMALL]) == 2
+        assert "Read-only file system" in capsys.readouterr().err
+    (folder / "metrics.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLock, "acquire", refuse)
+        assert main(["train", "--run", str(folder), *SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test"] == json.loads((run / "metrics.json").read_text())
+
+
+def test_what_another_process_writes_into_a_finished_run_is_left_alone(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    writing = folder / ".metrics.json.1-1.part"
+    writing.write_text("{")
+    assert main(["train", "--run", str(folder), *SMALL]) == 0
+    assert writing.exists()
+
+
+def test_control_c_while_python_imports_is_an_interruption() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'tyro': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "import runpy\n"
+        "sys.argv = ['plures', 'recipes']\n"
+        "runpy.run_module('plures', run_name='__main__')\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (130, "")
+    assert answer.stderr == "plures: interrupted; nothing was done\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full device is something of Linux")
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ("recipes > /dev/full", 2, "plures: cannot write the output: No space left on device\n"),
+        ("recipes --json >&-", 0, ""),
+        ("recipes 2>&-", 0, None),
+        ("recipes | true", 0, ""),
+        ("rezipes 2> /dev/full", 2, ""),
+    ],
+)
+def test_output_that_cannot_be_written(words: str, code: int, told: str | None) -> None:
+    answer = subprocess.run(f"{sys.executable} -m plures {words}", shell=True, capture_output=True, text=True)
+    assert answer.returncode == code
+    assert told is None or answer.stderr == told
+
+
+def test_training_goes_on_where_messages_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert main(["train", "digits", "--run", str(tmp_path / "run"), *SMALL]) == 0
+    assert (tmp_path / "run" / "metrics.json").is_file()
+
+
+def test_torchrun_leaves_the_folder_to_us() -> None:
+    words = ["--nproc_per_node=2", "-m", "plures", "train", "--folder", "runs/first"]
+    assert launcher.parse_args(words).training_script_args == ["train", "--folder", "runs/first"]
+
+
+def test_two_processes_of_torchrun_end_quietly(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = ["train", "--method", "deterministic", "--folder", str(tmp_path / "run"), *SMALL[:4], "--epochs.train", "1"]
+    done = subprocess.run([*launch, "-m", "plures", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "metrics.json").is_file()
 
 
 def test_an_unfinished_run_is_not_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,30 +588,38 @@ def test_an_ensemble_may_abstain(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert "abstain_below=2" in capsys.readouterr().err
 
 
-def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--no-measure"]) == 0
+def test_recipes_are_listed_at_once_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plures.lab.timing.estimates._measure", lambda *_: pytest.fail("nobody asked for estimates"))
+    assert main(["recipes"]) == 0
     table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= 80
     for name, recipe in RECIPES.items():
         assert name in table
         assert recipe.model in table
-    assert main(["recipes", "--no-measure", "--json"]) == 0
+    assert "recipes --measure" in table
+    assert main(["recipes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == list(RECIPES)
     assert Recipe.from_json({name: value for name, value in found["digits"].items() if name != "seconds"})
 
 
-def test_recipes_are_measured_without_data(
+def test_estimates_are_made_on_request_without_data_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
     small = Recipe(data="cifar10", model="resnet8", width=8, epochs=Epochs(1, 1, 1, 1), batch_size=8)
     chosen = {"small": small, "own": Recipe(data="my/birds", model="resnet8", width=8)}
-    monkeypatch.setattr("plures.lab.cli.machine.RECIPES", chosen)
-    assert main(["recipes", "--json"]) == 0
+    monkeypatch.setattr("plures.lab.cli.recipes.RECIPES", chosen)
+    assert main(["recipes", "--measure", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["small"]["seconds"] > 0
     assert found["own"]["seconds"] is None  # nobody knows how many pictures there are
-    assert not (tmp_path / "cache").exists()
+    assert main(["recipes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    assert main(["recipes"]) == 0
+    assert "here on one core" in " ".join(capsys.readouterr().out.split())
 
 
 def test_method_names_are_those_of_the_classes() -> None:

@@ -18,8 +18,8 @@ from PIL import Image
 
 from plures import PluresError, files
 from plures.lab.cli.main import main, parse
-from plures.lab.cli.one_run import Train
-from plures.lab.compare.rows import rows_of, train_command
+from plures.lab.cli.train import Train
+from plures.lab.compare.rows import rows_of
 from plures.lab.compare.table import columns
 from plures.lab.looks import LOOKS, looks_of
 from plures.lab.methods import METHOD_NAMES, method_class, takes
@@ -28,7 +28,7 @@ from plures.lab.report import write_report
 from plures.lab.report.gather import Answers, Detail, gather
 from plures.lab.report.page import AT_ONCE, render
 from plures.lab.report.summary import summary
-from plures.lab.runs.config import describe
+from plures.lab.runs.config import Made, describe, train_command
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.training.train import train
 
@@ -305,7 +305,7 @@ def test_a_recipe_as_it_is_needs_no_options(tmp_path: Path) -> None:
     recipe = get_recipe("digits")
     data = data_for(recipe, None)
     network = network_for(recipe, len(data.classes), data.channels, data.size)
-    config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no") | {"settings": []}
+    config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no", Made("mc-dropout"))
     assert train_command(config, Path("runs/x")) == "plures train digits --method mc-dropout --run runs/x"
 
 

@@ -17,7 +17,7 @@ def commands() -> str:
     print(commands())
     """
     overview = help_of()
-    names = re.findall(r"[\w-]+", re.search(r"\{([^}]+)\}", overview)[1])  # type: ignore[index]
+    names = re.findall(r"^  (\w+) +[A-Z]", overview, re.MULTILINE)
     parts = [*_about(overview), *(_section(name, help_of(name)) for name in names)]
     return "\n\n".join(parts)
 

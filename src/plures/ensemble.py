@@ -49,7 +49,8 @@ class Stage(nn.Module):
                 optimizer.step()
 
     A stage is a copy: until it is committed the ensemble knows nothing of it. `DDP(stage)` and `torch.compile(stage)`
-    work, because all that a stage does happens in its forward.
+    work, because all that a stage does happens in its forward. `stage.loss` is the loss of one member's logits, which a
+    training loop may replace for this stage.
     """
 
     def __init__(self, network: nn.Module, step: Step, loss: Loss, commit: Callable[["Stage"], None]) -> None:

@@ -1,24 +1,45 @@
-"""From words on the command line to a method with its options, which its constructor's signature tells."""
+"""From words on the command line to a method with its options, which its constructor's signature tells.
+
+This module does not import torch.
+"""
 
 import contextlib
 import inspect
 import io
+import operator
 import re
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
-
-import tyro
 
 from plures.checks import unknown
 from plures.errors import PluresError
 from plures.methods import METHODS
 
-if TYPE_CHECKING:  # the command line answers --help without torch
+if TYPE_CHECKING:
     from plures.ensemble import Ensemble
 
 # What every run sets by itself, and what words cannot say.
-NOT_OPTIONS = ("self", "network", "members", "seed", "roles", "loss")
+NOT_OPTIONS = ("self", "network", "members", "seed", "roles", "loss", "measured")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is usual for a method, as far as it differs from others.
+
+    Facts(longer=2.5)
+    """
+
+    longer: float = 1.0  # times the epochs of others
+    members: int | None = None  # whatever the recipe says
+
+
+# The paper gives 500 epochs where others have 200 to methods whose members share one set of weights, and two members
+# to MIMO: a ResNet has no capacity for more.
+UNUSUAL = {"batch-ensemble": Facts(longer=2.5), "masksembles": Facts(longer=2.5), "mimo": Facts(members=2)}
 
 
 def kebab(name: str) -> str:
@@ -34,20 +55,82 @@ def kebab(name: str) -> str:
 METHOD_NAMES = {kebab(name): name for name in METHODS}
 
 
+def facts(method: str) -> Facts:
+    """Tell what is usual for a method, named as on the command line or by its class; others are refused.
+
+    >>> facts("mimo").members, facts("BatchEnsemble").longer
+    (2, 2.5)
+    """
+    method = method if is_code(method) else kebab(method)
+    if method not in METHOD_NAMES and not is_code(method):
+        raise unknown("method", method, [*METHOD_NAMES, "module:Class"])
+    return UNUSUAL.get(method, Facts())
+
+
+def is_code(name: str) -> bool:
+    """Tell whether a name of a method or a network stands for code of the user's own.
+
+    >>> is_code("mypackage.networks:small"), is_code("resnet18")
+    (True, False)
+    """
+    return ":" in name
+
+
+def short_name(method: str) -> str:
+    """Name a method in a table or a folder.
+
+    >>> short_name("deep-ensemble"), short_name("mypackage.methods:TwoHeads")
+    ('deep-ensemble', 'two-heads')
+    """
+    return kebab(method.rpartition(":")[2])
+
+
+def split_words(words: str) -> tuple[str, tuple[str, ...]]:
+    """Split METHOD or METHOD:NAME=VALUE,NAME=VALUE into the method and its settings.
+
+    >>> split_words("orthogonal-dropout:granularity=kernel"), split_words("mine:Best:rate=0.1")
+    (('orthogonal-dropout', ('granularity=kernel',)), ('mine:Best', ('rate=0.1',)))
+    """
+    first, *others = words.split(":")
+    if first not in METHOD_NAMES and others and "=" not in others[0]:
+        first = f"{first}:{others.pop(0)}"
+    facts(first)
+    return first, tuple(option.strip() for option in ":".join(others).split(",") if option.strip())
+
+
+def imported(kind: str, name: str) -> Any:
+    """Get what `module:name` stands for; the working directory is searched, too, as Python does it for scripts.
+
+    imported("model", "mypackage.networks:small")
+    """
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if not {here, ""} & set(sys.path):
+        sys.path.append(here)
+    try:
+        return operator.attrgetter(attribute)(import_module(module))
+    except AttributeError:
+        raise PluresError(f"the module {module!r} has no {attribute!r}, which the {kind} {name!r} asks for") from None
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise PluresError(f"the module {module!r} of the {kind} {name!r} cannot be imported: {reason}") from error
+
+
 def method_class(name: str) -> type["Ensemble"]:
     """Find a method by its name on the command line.
 
     method_class("deep-ensemble")(network, members=5)
+    method_class("mypackage.methods:TwoHeads")
     """
-    if name not in METHOD_NAMES:
-        raise unknown("method", name, METHOD_NAMES)
-    home = METHODS[METHOD_NAMES[name]]
-    try:
-        return getattr(import_module(home), METHOD_NAMES[name])  # type: ignore[no-any-return]
-    except ModuleNotFoundError as error:
-        if error.name != home:
-            raise
-        raise PluresError(f"the method {name} is not part of this version of plures") from None
+    facts(name)
+    if not is_code(name):
+        return getattr(import_module(METHODS[METHOD_NAMES[name]]), METHOD_NAMES[name])  # type: ignore[no-any-return]
+    from plures.ensemble import Ensemble
+
+    found = imported("method", name)
+    if not (isinstance(found, type) and issubclass(found, Ensemble)):
+        raise PluresError(f"the method {name!r} must be a class derived from plures.Ensemble, but is {found!r}")
+    return found
 
 
 def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[str, Any]:
@@ -60,6 +143,7 @@ def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[st
     parameters = inspect.signature(method).parameters
     accepted = {name: one for name, one in parameters.items() if name not in NOT_OPTIONS}
     hints = get_type_hints(method.__init__)
+    accepted = {name: one for name, one in accepted.items() if name in hints}  # words of no type cannot be read
     shown = [f"{kebab(name)}={one.default}" for name, one in accepted.items()]
     chosen = {}
     for setting in settings:
@@ -83,6 +167,8 @@ def takes(method: type["Ensemble"], name: str) -> bool:
 
 def _read(setting: str, value: str, annotation: Any) -> Any:
     """Let tyro read one value, so that --set and ordinary options accept the same words."""
+    import tyro
+
     silent = contextlib.redirect_stderr(io.StringIO())
     for word in (value, value.capitalize()):  # true and none are as good as True and None
         with contextlib.suppress(SystemExit), silent:

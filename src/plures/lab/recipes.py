@@ -3,17 +3,16 @@
 This module does not import torch, so that the command line lists recipes at once.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from plures.checks import unknown
 from plures.errors import PluresError
+from plures.lab.methods import facts
 
-# Methods whose members share one set of weights learn slowly: the paper gives them 500 epochs where others have 200.
-SLOW_METHODS = ("BatchEnsemble", "Masksembles")
-SLOW_FACTOR = 2.5
-MIMO_MEMBERS = 2  # the paper gives MIMO two members on ResNets: they have no capacity for more
+LARGEST = 1 << 16  # pixels or channels: more is a slip of the pen
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,15 @@ class Epochs:
     A method uses the phases that it has: orthogonal dropout the first three, most others only `train`.
     """
 
-    pretrain: int = 200
-    prune: int = 20
-    finetune: int = 200
-    train: int = 200
+    pretrain: int = 200  # of each member, on all weights that are still free
+    prune: int = 20  # of each member, of the scores that choose its weights
+    finetune: int = 200  # of each member, on the weights that it owns
+    train: int = 200  # of a stage that is not divided
 
     def __post_init__(self) -> None:
         for phase, epochs in asdict(self).items():
-            if epochs < 0:
-                raise PluresError(f"epochs.{phase} is {epochs}; it must be zero or more")
+            if not 0 <= epochs < 1 << 31:
+                raise PluresError(f"epochs.{phase} is {epochs}, but must be zero or more, and not astronomical")
 
     def of(self, phase: str) -> int:
         """Return the epochs of one phase."""
@@ -61,61 +60,52 @@ class Recipe:
 
     about: str = ""  # one line for people; not part of the experiment
 
-    data: str = "digits"  # a built-in name, a folder below the data directory, or a hub id
+    data: str = "digits"  # a built-in name, a folder with train/CLASS/ and test/CLASS/ of pictures, or a hub id
     size: int | None = None  # pixels per side that the network sees; None: as the images are
     cache_size: int | None = None  # pixels per side that are kept; larger than size leaves room for random crops
-    limit: int | None = None  # take at most so many training images, equally many of each class
+    limit: int | None = None  # take at most so many training images, equally many of each class; None: all
     validation: float = 0.1  # held out from these: below 1 a fraction, otherwise a number of images
 
-    model: str = "resnet18"  # a built-in name or module:function
+    model: str = "resnet18"  # a built-in name, or module:function with the arguments classes and channels
     width: int | None = None  # channels of the first layer; None: the model's own
     stem: Literal["cifar", "imagenet"] = "cifar"  # for small images, or for photographs (divides the sides by four)
 
-    members: int = 5
-    epochs: Epochs = field(default_factory=Epochs)
-    batch_size: int = 128
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: float = 0.1
+    members: int = 5  # of the ensemble
+    epochs: Epochs = field(default_factory=Epochs)  # a method uses the kinds of stages that it has
+    batch_size: int = 128  # images in one step, of all processes together
+    optimizer: Literal["sgd", "adamw"] = "sgd"  # what changes the weights
+    learning_rate: float = 0.1  # the highest of the schedule
     momentum: float = 0.9  # of sgd
-    nesterov: bool = False
-    weight_decay: float = 1e-4
-    schedule: Literal["step", "cosine", "one-cycle"] = "step"
-    milestones: tuple[float, ...] = (0.5, 0.75)  # where the step schedule multiplies the rate by gamma
-    gamma: float = 0.1
+    nesterov: bool = False  # Nesterov's form of the momentum
+    weight_decay: float = 1e-4  # pulls weights to zero
+    schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate, in every stage anew
+    milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of a stage where "step" multiplies the rate by gamma
+    gamma: float = 0.1  # what the rate is multiplied by at a milestone
     warmup: float = 0.0  # epochs in which the rate rises from zero, at the start of every stage
-    label_smoothing: float = 0.0
-    clip: float | None = None  # largest norm of the gradient
-    precision: Literal["auto", "no", "bf16", "fp16"] = (
-        "no"  # mixed precision; auto: bf16 where the device is made for it
-    )
+    label_smoothing: float = 0.0  # the share of a label that is spread over all classes
+    clip: float | None = None  # largest norm of the gradient; None: any
+    precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # mixed precision; auto: bf16 where the device has it
 
     crop: int = 0  # pad with so many pixels and cut out at random
     flip: bool = False  # mirror half of the images left to right
-    resized_crop: tuple[float, float] | None = None  # cut out a random fraction of the area and resize it
+    resized_crop: tuple[float, float] | None = None  # resize a random part, of so much to so much of the area
 
-    seed: int = 0
+    seed: int = 0  # of all random numbers
 
     def __post_init__(self) -> None:
-        wrong = [
-            (name, getattr(self, name), accepted) for name, accepted, holds in _rules(self) if not holds
-        ]  # fmt: skip
+        wrong = [f"{name} is {getattr(self, name)}, but must be {accepted}" for name, accepted in _broken_rules(self)]
         if wrong:
-            raise PluresError(
-                "; ".join(f"{name} is {value}, but must be {accepted}" for name, value, accepted in wrong)
-            )
+            raise PluresError("; ".join(wrong))
 
     def for_method(self, method: str) -> Self:
-        """Return the recipe as the paper uses it for one method, by class name.
+        """Return the recipe as it is usual for a method, by its name; apply it before own changes.
 
-            get_recipe("cifar10").for_method("BatchEnsemble").epochs.train  # 500
+            get_recipe("cifar10").for_method("batch-ensemble").epochs.train  # 500
 
-        BatchEnsemble and Masksembles train 2.5 times as long; MIMO has two members. Apply it before own changes.
+        BatchEnsemble and Masksembles train 2.5 times as long, and MIMO has two members, as in the paper.
         """
-        if method in SLOW_METHODS:
-            return replace(self, epochs=self.epochs.times(SLOW_FACTOR))
-        if method == "MIMO":
-            return replace(self, members=MIMO_MEMBERS)
-        return self
+        known = facts(method)
+        return replace(self, epochs=self.epochs.times(known.longer), members=known.members or self.members)
 
     def as_json(self) -> dict[str, Any]:
         """Give everything that decides about the result as JSON values.
@@ -149,21 +139,32 @@ def get_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _rules(recipe: Recipe) -> list[tuple[str, str, bool]]:
-    return [
+def _broken_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    sides = [("size", recipe.size), ("cache_size", recipe.cache_size), ("width", recipe.width)]
+    rules = [
+        *((name, f"from 1 to {LARGEST}, or None", side is None or 1 <= side <= LARGEST) for name, side in sides),
+        ("limit", "at least 1, or None", recipe.limit is None or recipe.limit >= 1),
+        ("validation", "at least 0", 0 <= recipe.validation < math.inf),
         ("members", "at least 1", recipe.members >= 1),
-        ("batch_size", "at least 1", recipe.batch_size >= 1),
-        ("learning_rate", "above 0", recipe.learning_rate > 0),
+        ("batch_size", f"from 1 to {1 << 24}", 1 <= recipe.batch_size <= 1 << 24),
+        ("learning_rate", "above 0", 0 < recipe.learning_rate < math.inf),
         ("momentum", "at least 0 and below 1", 0 <= recipe.momentum < 1),
         ("nesterov", "False without momentum", not recipe.nesterov or recipe.momentum > 0),
-        ("weight_decay", "at least 0", recipe.weight_decay >= 0),
+        ("weight_decay", "at least 0", 0 <= recipe.weight_decay < math.inf),
         ("milestones", "rising fractions of a stage, between 0 and 1", _rising(recipe.milestones)),
-        ("gamma", "above 0", recipe.gamma > 0),
-        ("warmup", "at least 0", recipe.warmup >= 0),
+        ("gamma", "above 0", 0 < recipe.gamma < math.inf),
+        ("warmup", "at least 0", 0 <= recipe.warmup < math.inf),
         ("label_smoothing", "at least 0 and below 1", 0 <= recipe.label_smoothing < 1),
-        ("clip", "above 0 or None", recipe.clip is None or recipe.clip > 0),
-        ("seed", "at least 0", recipe.seed >= 0),
+        ("clip", "above 0 or None", recipe.clip is None or 0 < recipe.clip < math.inf),
+        ("crop", f"from 0 to {LARGEST}", 0 <= recipe.crop <= LARGEST),
+        ("resized_crop", "two rising fractions of the area, or None", _area(recipe.resized_crop)),
+        ("seed", "from 0 to 2**63 - 1", 0 <= recipe.seed < 1 << 63),
     ]
+    return ((name, accepted) for name, accepted, holds in rules if not holds)
+
+
+def _area(fractions: tuple[float, float] | None) -> bool:
+    return fractions is None or 0 < fractions[0] <= fractions[1] <= 1
 
 
 def _rising(fractions: tuple[float, ...]) -> bool:

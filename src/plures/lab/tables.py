@@ -165,19 +165,22 @@ def answers_table(answers: Sequence["Answer"]) -> Table:
     return table("", columns, lines, words=["file", "label", "votes"])
 
 
-def recipes_table(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None] | None) -> Table:
-    """List recipes, with the time that orthogonal dropout takes where it was measured.
+def recipes_list(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None]) -> list[Table | str]:
+    """List recipes, with the time that orthogonal dropout takes where it was estimated; fits 80 columns.
 
-    show(recipes_table(RECIPES, seconds=None))
+    show(*recipes_list(RECIPES, {}))
     """
-    columns = ["recipe", "data", "network", "epochs", *(["time here"] if seconds is not None else []), "about"]
-    lines = []
+    made = Table(box=None, show_header=False, pad_edge=False, width=min(80, console().width))
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
     for name, recipe in recipes.items():
-        epochs = f"{recipe.epochs.pretrain} + {recipe.epochs.prune} + {recipe.epochs.finetune}"
-        network = recipe.model if recipe.width is None else f"{recipe.model}, width {recipe.width}"
-        cost = [roughly(seconds.get(name))] if seconds is not None else []
-        lines.append([name, recipe.data, network, epochs, *cost, recipe.about])
-    return table("", columns, lines, words=["recipe", "data", "network", "about"])
+        epochs = f"{recipe.epochs.pretrain} + {recipe.epochs.prune} + {recipe.epochs.finetune} epochs"
+        network = recipe.model if recipe.width is None else f"{recipe.model} of width {recipe.width}"
+        time = "" if seconds.get(name) is None else f", about {roughly(seconds[name])} here on one core"
+        made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs}{time})"))
+    if any(one is not None for one in seconds.values()):
+        return [made]
+    return [made, "\nplures recipes --measure estimates how long each takes here."]
 
 
 def _temperature(value: float | None) -> str:

@@ -8,9 +8,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.checks import one_of
-from plures.ensemble import Loss, Stage, Stored
+from plures.ensemble import Loss, Stored
 from plures.errors import PluresError
-from plures.methods.building import Init, Layer, ManyInOne, check_members, layers_of, rehearse, started, widths
+from plures.methods.building import (
+    Init,
+    Layer,
+    ManyInOne,
+    TogetherStage,
+    check_members,
+    layers_of,
+    rehearse,
+    started,
+    widths,
+)
 from plures.methods.tiling import Rows, Tiled, along_width, around, replace
 from plures.seeding import generator
 
@@ -18,7 +28,7 @@ FactorInit = Literal["gaussian", "sign"]
 DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code
 
 
-class BatchEnsembleStage(Stage):
+class BatchEnsembleStage(TogetherStage):
     """Train all members, with weight decay on everything but their factors.
 
     torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)

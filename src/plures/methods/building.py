@@ -1,7 +1,6 @@
 """What the methods have in common that train one network in one stage."""
 
 import copy
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
@@ -100,6 +99,22 @@ class OneStage(Ensemble):
         self.committed = bool(state)
 
 
+class TogetherStage(Stage):
+    """Train all members on every batch: the loss is the mean or the sum of their losses.
+
+    TogetherStage(network, step, F.cross_entropy, commit)(images, targets)
+    """
+
+    reduction: Reduction = "mean"
+
+    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
+        """Return the loss of a batch for all members, which have the same targets."""
+        logits = self.logits(inputs)
+        refuse_one_class(self.loss, logits)
+        losses = torch.stack([self.loss(member, targets) for member in logits])
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+
 class ManyInOne(OneStage):
     """Build a method whose one network returns the logits of all members, [members, batch, classes].
 
@@ -111,7 +126,7 @@ class ManyInOne(OneStage):
     the method overrides `stage`.
     """
 
-    stage_class = Stage
+    stage_class = TogetherStage
     reduction: Reduction = "mean"
 
     def __init__(self, network: nn.Module, loss: Loss | None, built: nn.Module) -> None:
@@ -135,8 +150,9 @@ class ManyInOne(OneStage):
 
     def stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out."""
-        loss = functools.partial(over_members, self.loss, self.reduction)
-        return self.stage_class(copy.deepcopy(self.network), step, loss, self.write)
+        stage = self.stage_class(copy.deepcopy(self.network), step, self.loss, self.write)
+        stage.reduction = self.reduction
+        return stage
 
 
 def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
@@ -169,16 +185,6 @@ def layers(network: nn.Module) -> dict[str, Layer]:
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear | _ConvNd) and id(module) not in never_called
     }
-
-
-def over_members(loss: Loss, reduction: Reduction, logits: Tensor, targets: Tensor) -> Tensor:
-    """Average or add up a loss over the first axis of [members, batch, classes], with the same targets for all members.
-
-    functools.partial(over_members, F.cross_entropy, "mean")
-    """
-    refuse_one_class(loss, logits)
-    losses = torch.stack([loss(member, targets) for member in logits])
-    return losses.mean() if reduction == "mean" else losses.sum()
 
 
 def check_members(members: object) -> None:

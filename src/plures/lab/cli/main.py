@@ -1,33 +1,41 @@
-"""The command line: from words to a command, and from errors to exit codes."""
+"""The command line: from words to a command, and from errors to exit codes.
 
+What is heavy is imported by the command that needs it: `--help` answers without torch, and Ctrl-C while Python still
+imports is answered as at any other time.
+"""
+
+import contextlib
+import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
-from inspect import cleandoc
-from itertools import pairwise
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
-import tyro
-
-from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.cli.commands import COMMANDS
-from plures.lab.cli.many_runs import Compare
-from plures.lab.cli.one_run import Train
-from plures.lab.cli.shared import Command, usual_settings
-from plures.version import __version__
 
-OVERVIEW = """Split one network into an ensemble of subnetworks: calibrated uncertainty at the size of one model.
+if TYPE_CHECKING:
+    from plures.lab.cli.shared import Command
+
+OVERVIEW = """usage: plures COMMAND [OPTIONS]
+
+Split one network into an ensemble of subnetworks: calibrated uncertainty at
+the size of one model.
 
 A first try, on embedded data, in about a minute:
   plures train
   plures evaluate runs/digits-orthogonal-dropout-seed0 --shift
   plures predict runs/digits-orthogonal-dropout-seed0 picture.png
 
-plures COMMAND --help tells more, with examples. Errors end with exit code 2, an interrupted command with 130.
-Environment: PLURES_DATA (folder of data sets), PLURES_CACHE (decoded pictures; ~/.cache/plures)."""
+Commands (plures COMMAND --help tells more, with examples):
+{commands}
 
-Parsed = TypeVar("Parsed")
+Options:
+  -h, --help   show this help and exit
+  --version    show the version and exit
+
+Errors end with exit code 2, an interrupted command with 130.
+Environment: PLURES_DATA (folder of data sets), PLURES_CACHE (folder of decoded
+pictures; if not set, the usual one of your system)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,62 +44,108 @@ def main(arguments: Sequence[str] | None = None) -> int:
     main(["train", "digits", "--run", "runs/first"])
     """
     after_interrupt = "nothing was done"
-    try:
-        command = parse(list(sys.argv[1:] if arguments is None else arguments))
-        after_interrupt = command.after_interrupt
-        return command()
-    except PluresError as error:
-        print(f"plures: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"plures: interrupted; {after_interrupt}", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever reads our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    _open_missing_streams()
+    with contextlib.redirect_stderr(_Forgiving(sys.stderr)):
+        try:
+            command = parse(list(sys.argv[1:] if arguments is None else arguments))
+            after_interrupt = command.after_interrupt
+            code = command()
+            sys.stdout.flush()
+            return code
+        except PluresError as error:
+            print(f"plures: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"plures: interrupted; {after_interrupt}", file=sys.stderr)
+            return 130
+        except OSError as error:
+            return _told(error)
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(arguments: Sequence[str]) -> "Command":
     """Turn words into a command; --help and wrong words end the program as argparse does.
 
     parse(["predict", "runs/first", "wren.png"])()
     """
+    from plures.checks import unknown
+    from plures.lab.cli.shared import parse as parse_words
+    from plures.lab.cli.shared import parse_with_recipe
+
+    known = commands()
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if name == "--version":
-        print(f"plures {__version__}")
+    if name in ("-h", "--help", "--version"):
+        print(_version() if name == "--version" else _overview(known))
+        sys.stdout.flush()
         raise SystemExit(0)
-    if name.startswith("-"):
-        # Only ever prints the overview, or complains of an unknown option.
-        tyro.extras.subcommand_cli_from_dict({**COMMANDS}, prog="plures", description=OVERVIEW, args=[name])
-    if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
-    special: dict[str, Callable[[Sequence[str]], Command]] = {"train": _parse_train, "compare": _parse_compare}
-    command: Command = special[name](rest) if name in special else _parse(COMMANDS[name], rest)
-    return command
+    if name not in known:
+        raise unknown("option" if name.startswith("-") else "command", name, [*known, "--help", "--version"])
+    chosen = known[name]
+    found: Command = (parse_with_recipe if "settings" in chosen.__annotations__ else parse_words)(chosen, rest)
+    return found
 
 
-def _parse_train(arguments: Sequence[str]) -> Train:
-    """Parse with the numbers of the recipe as defaults: which one it is only shows when all words are read."""
-    recipe = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
-    method = dict(pairwise(arguments)).get("--method", "orthogonal-dropout")
-    while True:
-        parsed = _parse(Train, arguments, Train(settings=usual_settings(recipe, method)))
-        if (parsed.recipe, parsed.method) == (recipe, method):
-            return parsed
-        recipe, method = parsed.recipe, parsed.method
+def commands() -> dict[str, type[Any]]:
+    """Give the commands by name: classes whose fields are their arguments and whose docstring is their help.
+
+    list(commands())
+    """
+    from plures.lab.cli.bench import Bench
+    from plures.lab.cli.compare import Compare
+    from plures.lab.cli.evaluate import Evaluate
+    from plures.lab.cli.predict import Predict
+    from plures.lab.cli.recipes import Recipes
+    from plures.lab.cli.report import Report
+    from plures.lab.cli.reproduce import Reproduce
+    from plures.lab.cli.train import Train
+
+    every = (Train, Evaluate, Predict, Compare, Reproduce, Report, Recipes, Bench)
+    return {command.__name__.lower(): command for command in every}
 
 
-def _parse_compare(arguments: Sequence[str]) -> Compare:
-    recipe = "digits"
-    while True:
-        # Methods change the recipe themselves: here it is as it stands.
-        parsed = _parse(Compare, arguments, Compare(settings=usual_settings(recipe, "deterministic")))
-        if parsed.recipe == recipe:
-            return parsed
-        recipe = parsed.recipe
+def _overview(known: dict[str, type[Any]]) -> str:
+    lines = [f"  {name:<11}{(command.__doc__ or '').partition(chr(10))[0]}" for name, command in known.items()]
+    return OVERVIEW.format(commands="\n".join(lines))
 
 
-def _parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> Parsed:
-    name, about = command.__name__.lower(), cleandoc(command.__doc__ or "")
-    parsed: Parsed = tyro.cli(command, prog=f"plures {name}", description=about, args=arguments, default=default)
-    return parsed
+def _version() -> str:
+    from plures.version import __version__
+
+    return f"plures {__version__}"
+
+
+class _Forgiving:
+    """A stream for messages that is never an obstacle: what cannot be written is lost, and the work goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started without output somewhere to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+
+
+def _told(error: OSError) -> int:
+    """Say what the system refused; whoever has seen enough of the output, such as head, hears nothing."""
+    if error.filename is not None:
+        print(f"plures: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
+    if error.errno == errno.EPIPE:
+        return 141
+    print(f"plures: cannot write the output: {error.strerror or error}", file=sys.stderr)
+    return 2

@@ -1,19 +1,23 @@
-"""What commands have in common."""
+"""What commands have in common: how words become a command, and how results are printed."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args
 
+import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from plures.checks import unknown
-from plures.lab.methods import METHOD_NAMES
 from plures.lab.recipes import Recipe, get_recipe
 
 DataDir = Annotated[Path | None, arg(metavar="DIR")]
 Switch = FlagCreatePairsOff[bool]
+Given = Annotated[tuple[str, ...], Suppress]
 
 
 class Command(Protocol):
@@ -30,16 +34,53 @@ class Settings(Recipe):
 
     about: Annotated[str, Suppress] = ""
 
+    def recipe(self) -> Recipe:
+        """Give the plain recipe.
 
-def usual_settings(recipe: str, method: str) -> Settings:
-    """Give a recipe's numbers as they are usual for a method.
+        Settings(members=3).recipe()
+        """
+        return Recipe(**{one.name: getattr(self, one.name) for one in fields(self)})
 
-    usual_settings("cifar10", "mimo").members
+
+Parsed = TypeVar("Parsed")
+registry = ConstructorRegistry()
+
+
+def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> Parsed:
+    """Turn words into a command; --help and wrong words end the program as argparse does.
+
+    parse(Predict, ["runs/first", "wren.png"])()
     """
-    if method not in METHOD_NAMES:
-        raise unknown("method", method, METHOD_NAMES)
-    usual = get_recipe(recipe).for_method(METHOD_NAMES[method])
-    return Settings(**{one.name: getattr(usual, one.name) for one in fields(usual)})
+    name, about = command.__name__.lower(), cleandoc(command.__doc__ or "")
+    prog = f"plures {name}"
+    found: Parsed = tyro.cli(command, prog=prog, description=about, args=arguments, default=default, registry=registry)
+    return found
+
+
+def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
+    """Parse with the numbers of the recipe as defaults: which one it is only shows when all words are read.
+
+    parse_with_recipe(Train, ["cifar10", "--members", "3"]).settings.members
+    """
+    recipe = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
+    method = dict(pairwise(arguments)).get("--method", command(settings=Settings()).method)
+    while True:
+        usual = get_recipe(recipe).for_method(method)
+        shown = Settings(**{one.name: getattr(usual, one.name) for one in fields(usual)})
+        parsed = parse(command, arguments, command(settings=shown, method=method))
+        if (parsed.recipe, parsed.method) == (recipe, method):
+            return replace(parsed, given=given(arguments))
+        recipe, method = parsed.recipe, parsed.method
+
+
+def given(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Name the options that stand among the words: a default that is given is given all the same.
+
+    >>> given(["digits", "--members", "5", "--batch-size=32", "--no-flip"])
+    ('members', 'batch_size', 'flip')
+    """
+    names = (word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--"))
+    return tuple(name.removeprefix("no_") for name in names)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -48,3 +89,29 @@ def print_json(value: Mapping[str, Any]) -> None:
     print_json({"run": "runs/first"})
     """
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@registry.primitive_rule
+def _or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Show and read options that may be None: INT|None."""
+    kinds = get_args(info.type)
+    if len(kinds) != 2 or kinds[1] is not NoneType or kinds[0] not in (int, float, tuple[float, float]):
+        return None
+    several = get_args(kinds[0])  # of a tuple
+
+    def read(words: list[str]) -> Any:
+        if words[0].lower() == "none":
+            return None
+        return tuple(kind(word) for kind, word in zip(several, words, strict=True)) if several else kinds[0](words[0])
+
+    def write(value: Any) -> list[str]:
+        return [str(one) for one in (value if isinstance(value, tuple) else [value])]
+
+    shown = " ".join(kind.__name__.upper() for kind in several or [kinds[0]])
+    return PrimitiveConstructorSpec(
+        nargs=(1, len(several)) if several else 1,
+        metavar=f"{shown}|None",
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, tuple if several else kinds[0]),
+        str_from_instance=write,
+    )

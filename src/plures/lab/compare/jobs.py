@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.methods import METHOD_NAMES, kebab
+from plures.lab.methods import METHOD_NAMES, short_name, split_words
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Recipe
 
@@ -40,13 +39,7 @@ class Variant:
         Variant.parse("orthogonal-dropout:granularity=kernel,classifier=split")
         Variant.parse("mine.methods:Forest:depth=3")
         """
-        method, _, options = words.partition(":")
-        if method not in METHOD_NAMES:
-            own, _, rest = options.partition(":")
-            if not own.isidentifier():
-                raise unknown("method", method, METHOD_NAMES)
-            method, options = f"{method}:{own}", rest
-        return cls(method, tuple(option.strip() for option in options.split(",") if option.strip()))
+        return cls(*split_words(words))
 
     @property
     def class_name(self) -> str:
@@ -56,7 +49,7 @@ class Variant:
     @property
     def name(self) -> str:
         """What the row is called."""
-        return self.label or " ".join([kebab(self.class_name), *self.settings, *self._more()])
+        return self.label or " ".join([short_name(self.method), *self.settings, *self._more()])
 
     @property
     def folder(self) -> str:
@@ -65,7 +58,7 @@ class Variant:
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Give a recipe as this variant uses it."""
-        recipe = recipe.for_method(self.class_name)
+        recipe = recipe.for_method(self.method)
         recipe = replace(recipe, epochs=recipe.epochs.times(self.longer))
         return recipe if self.members is None else replace(recipe, members=self.members)
 

@@ -17,7 +17,6 @@ from rich.text import Text
 from plures.lab.compare.jobs import Job
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.progress import duration
-from plures.lab.training.train import read_metrics
 
 PAUSE = 60.0  # seconds between plain lines about the runs in progress
 SHOWN = 12  # runs that the live list has room for
@@ -82,7 +81,7 @@ class Watch(AbstractContextManager["Watch"]):
         reason = self.results[job.run]
         if reason is not None:
             return f"failed: {reason}"
-        found = read_metrics(job.run / "metrics.json")
+        found = RunFolder(job.run).metrics()
         took = duration(found["seconds"])
         return f"accuracy {found['accuracy']:.1%}, NLL {found['nll']:.3f}, trained in {took}"
 

@@ -3,9 +3,7 @@
 Names and commands follow from a run's config.json alone: no network is built.
 """
 
-import inspect
 import json
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError
-from plures.lab.methods import NOT_OPTIONS, kebab, method_class, takes
+from plures.lab.methods import short_name
 from plures.lab.paper.published import TABLE1, TABLE2, Published, paper_data, paper_members
 from plures.lab.recipes import RECIPES
+from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.costs import Costs, kept_costs, measured_costs
-from plures.lab.training.train import read_metrics
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
 
@@ -51,7 +49,7 @@ class Finished:
         if not (path / "metrics.json").is_file():
             command = train_command(config, path)
             raise PluresError(f"the run in {path} is trained but not measured; to finish it: {command}")
-        return cls(path, config, read_metrics(path / "metrics.json"))
+        return cls(path, config, folder.metrics())
 
     @property
     def seed(self) -> int:
@@ -61,7 +59,7 @@ class Finished:
     @property
     def method(self) -> str:
         """The method, as on the command line."""
-        return method_of(self.config)
+        return self.made.method
 
     @property
     def command(self) -> str:
@@ -71,7 +69,12 @@ class Finished:
     @cached_property
     def name(self) -> str:
         """The method and the options that it was given."""
-        return " ".join([self.method.rpartition(":")[2], *_settings(self.config)])
+        return " ".join([short_name(self.method), *self.made.settings])
+
+    @cached_property
+    def made(self) -> Made:
+        """The words that it was made with."""
+        return made_of(self.config)
 
 
 @dataclass(frozen=True)
@@ -165,17 +168,11 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise PluresError(f"there is no folder {folder}")
-        below = sorted(path.parent for path in folder.rglob("config.json") if _is_run(path.parent))
+        below = sorted(path.parent for path in folder.rglob("config.json") if RunFolder(path.parent).begun)
         if not below:
             raise PluresError(f"{folder} holds no run: no config.json in it or below it; make one with plures train")
         found |= dict.fromkeys(below)
     return list(found)
-
-
-def _is_run(folder: Path) -> bool:
-    """Other programs write a config.json, too."""
-    config = RunFolder(folder).config()
-    return isinstance(config, dict) and {"method", "recipe", "data", "options", "network"} <= set(config)
 
 
 def check_same_data(runs: Sequence[Finished]) -> None:
@@ -212,53 +209,15 @@ def published(run: Finished) -> Published | None:
     wide = "wide_resnet" in run.config["recipe"]["model"]
     found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
     members = paper_members(run.method, wide)
-    if found is None or _settings(run.config) or run.metrics["members"] != members:
+    if found is None or run.made.settings or run.metrics["members"] != members:
         return None
     usual = [asdict(recipe.for_method(run.config["method"]).epochs) for recipe in RECIPES.values()]
     return found if run.config["recipe"]["epochs"] in usual else None
 
 
-# Names and commands
-
-
-def method_of(config: Mapping[str, Any]) -> str:
-    """Name the method of a run as the command line does.
-
-    >>> method_of({"method": "MCDropout"})
-    'mc-dropout'
-    """
-    return kebab(config["method"])
-
-
-def train_command(config: Mapping[str, Any], run: Path) -> str:
-    """Give the `plures train` command of a run: its recipe, and an option for all that differs.
-
-        train_command(RunFolder("runs/mimo").config(), Path("runs/mimo"))
-        # 'plures train digits --method mimo --learning-rate 0.05 --run runs/mimo'
-
-    Roles given from Python cannot be said on the command line and are left out.
-    """
-    method = method_of(config)
-    own = _flat(config["recipe"])
-    differing = {
-        name: [key for key, value in own.items() if value != usual.get(key)]
-        for name, recipe in RECIPES.items()
-        for usual in [_flat(recipe.for_method(config["method"]).as_json())]
-    }
-    # Runs of older versions do not know their recipe's name: equal numbers make equal runs.
-    recipe = config.get("recipe_name") or min(differing, key=lambda name: len(differing[name]))
-    words = ["plures", "train", recipe, "--method", method]
-    for key in differing.get(recipe, own):
-        if key != "members" or takes(method_class(method), "members"):
-            words += _option(key, own[key])
-    for setting in _settings(config, exact=True):
-        words += ["--set", setting]
-    return shlex.join([*words, "--run", str(run)])
-
-
 def _names(runs: Sequence[Finished]) -> list[str]:
     """Name rows by method and options; where that is not enough, also by what else they differ in."""
-    flat = [_flat({key: run.config[key] for key in ("recipe", "options")}) for run in runs]
+    flat = [flat_values({key: run.config[key] for key in ("recipe", "options")}) for run in runs]
     names = []
     for run, own in zip(runs, flat, strict=True):
         rivals = [other for rival, other in zip(runs, flat, strict=True) if rival.name == run.name]
@@ -268,45 +227,8 @@ def _names(runs: Sequence[Finished]) -> list[str]:
     return names
 
 
-def _settings(config: Mapping[str, Any], *, exact: bool = False) -> list[str]:
-    """Write the options that a method was given.
-
-    Runs of older versions do not tell: there, all that differ from the constructor's defaults. A default of None is
-    left to the network, and such an option is told only where it must be exact.
-    """
-    if "settings" in config:
-        return list(config["settings"])
-    defaults = inspect.signature(method_class(method_of(config))).parameters
-    return [
-        f"{kebab(name)}={_word(value)}"
-        for name, value in config["options"].items()
-        if name not in NOT_OPTIONS and value != defaults[name].default and (exact or defaults[name].default is not None)
-    ]
-
-
 def _without_seed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keep what makes runs the same: which images are held out, and their mean, follow from the seed."""
     data = {key: value for key, value in config["data"].items() if key not in ("fingerprint", "mean", "std")}
     parts = {key: config[key] | {"seed": None} for key in ("recipe", "options")}
     return {"method": config["method"], "data": data, "network": config["network"], **parts}
-
-
-def _option(key: str, value: Any) -> list[str]:
-    name = "--" + key.replace("_", "-")
-    if isinstance(value, bool):
-        return [name if value else name.replace("--", "--no-", 1)]
-    return [name, *_word(value).split()]
-
-
-def _word(value: Any) -> str:
-    """Write a value as the command line reads it: sequences and mappings as words one after the other."""
-    if isinstance(value, Mapping):
-        return " ".join(f"{key} {one}" for key, one in value.items())
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found

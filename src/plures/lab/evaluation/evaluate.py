@@ -13,8 +13,11 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data, Split
 from plures.lab.evaluation.shift import CORRUPTIONS
+from plures.prediction import Predictor
 
 BATCH = 256  # images in the network at once
+BLOCK = 1 << 28  # bytes of images that every member sees before the next one is made ready
+ENGINE_MEMORY = 1 << 30  # bytes of weights that an engine may unfold
 
 Spoil = Callable[[Tensor, int], Tensor]
 
@@ -99,10 +102,19 @@ def predictions(ensemble: Ensemble, split: Split, spoil: Spoil | None = None) ->
     members, targets = predictions(ensemble, data.validation)
     """
     if not len(split):
-        raise PluresError(f"{split.info.name} has no {split.name} images to evaluate on: give data with a test split.")
-    device = device_of(ensemble)
-    members = [ensemble.predict(inputs.to(device)).members.cpu() for inputs in _inputs(split, spoil)]
+        raise PluresError(f"{split.info.name} has no {split.name} images to evaluate on: give data with a test split")
+    predictor, device = fastest(ensemble), device_of(ensemble)
+    members = [predictor.predict(inputs.to(device), batch_size=BATCH).members.cpu() for inputs in _inputs(split, spoil)]
     return torch.cat(members, dim=1), torch.from_numpy(split.labels)
+
+
+def fastest(ensemble: Ensemble) -> Predictor:
+    """Give what predicts the same as an ensemble, to the bit, in the least time: an engine, if the method has them.
+
+    fastest(ensemble).predict(images)
+    """
+    make: Callable[..., Predictor] | None = getattr(ensemble, "engine", None)
+    return ensemble if make is None else make(memory=ENGINE_MEMORY, fold=False)
 
 
 def device_of(ensemble: Ensemble) -> torch.device:
@@ -114,12 +126,13 @@ def device_of(ensemble: Ensemble) -> torch.device:
 
 
 def _inputs(split: Split, spoil: Spoil | None) -> Iterator[Tensor]:
-    """Yield what the network takes, in the order of the split: the middle of the cached images, spoiled or not."""
+    """Yield what the network takes, block by block: the middle of the cached images, spoiled or not."""
     info = split.info
     margin = (info.cache_size - info.size) // 2
     middle = slice(margin, margin + info.size)
-    for start in range(0, len(split), BATCH):
-        pixels = torch.from_numpy(split.pixels[split.rows[start : start + BATCH]])[:, middle, middle]
+    block = max(BATCH, BLOCK // (4 * info.channels * info.size**2))
+    for start in range(0, len(split), block):
+        pixels = torch.from_numpy(split.pixels[split.rows[start : start + block]])[:, middle, middle]
         yield info.normalise(pixels if spoil is None else spoil(pixels, start))
 
 

@@ -22,7 +22,7 @@ def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Mo
     if stem == "imagenet":
         conv = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
         return conv, nn.MaxPool2d(3, stride=2, padding=1)
-    raise PluresError(f"stem must be 'cifar' or 'imagenet', but is {stem!r}.")
+    raise PluresError(f"stem must be 'cifar' or 'imagenet', but is {stem!r}")
 
 
 def check_sizes(**sizes: int) -> None:
@@ -32,7 +32,7 @@ def check_sizes(**sizes: int) -> None:
     """
     for name, value in sizes.items():
         if value < 1:
-            raise PluresError(f"{name} must be a whole number of at least 1, but is {value}.")
+            raise PluresError(f"{name} must be a whole number of at least 1, but is {value}")
 
 
 def kaiming_init(network: nn.Module) -> None:

@@ -45,7 +45,7 @@ class WideResNet(nn.Module):
         check_sizes(widen=widen, classes=classes, channels=channels, width=width)
         blocks, rest = divmod(depth - 4, 6)
         if blocks < 1 or rest:
-            raise PluresError(f"The depth of a wide ResNet must be 10, 16, 22, 28, ... (6 n + 4), but is {depth}.")
+            raise PluresError(f"the depth of a wide ResNet must be 10, 16, 22, 28, ... (6 n + 4), but is {depth}")
         self.conv1, self.maxpool = stem_layers(stem, channels, width)
         self.layer1 = _stage(width, width * widen, blocks, stride=1)
         self.layer2 = _stage(width * widen, 2 * width * widen, blocks, stride=2)

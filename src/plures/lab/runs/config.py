@@ -1,25 +1,46 @@
 """What a run was made from, as JSON: enough to refuse another configuration and to repeat this one."""
 
-import hashlib
 import importlib.metadata
+import inspect
 import json
 import platform
+import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plures.ensemble import Ensemble
+from plures.files import digest
 from plures.lab.data import Data
-from plures.lab.recipes import Recipe
+from plures.lab.methods import NOT_OPTIONS, kebab, method_class
+from plures.lab.recipes import RECIPES, Recipe
 from plures.version import __version__
 
 FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
+DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is told, and decides nothing
 
 
-def describe(ensemble: Ensemble, data: Data, recipe: Recipe, precision: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Made:
+    """The words that a run was made with: they name its row in a table, and make it again.
+
+    Made(recipe="digits", method="orthogonal-dropout", settings=("granularity=kernel",))
+    """
+
+    method: str  # as on the command line
+    settings: tuple[str, ...] = ()  # of --set
+    recipe: str | None = None  # its name, if it has one
+    signature: str | None = None  # of the user whose code it runs
+
+
+def describe(
+    ensemble: Ensemble, data: Data, recipe: Recipe, precision: str, made: Made | None = None
+) -> dict[str, Any]:
     """Put everything that decides about the result of a run into JSON values.
 
         config = describe(ensemble, data, recipe, precision="bf16")
@@ -28,15 +49,15 @@ def describe(ensemble: Ensemble, data: Data, recipe: Recipe, precision: str) -> 
     It names no machine and no path, so that runs of different machines can be compared. `precision` is what the
     recipe's came to on this device.
     """
-    shapes = json.dumps(ensemble.shapes)
     config = {
         "format": FORMAT,
         "method": type(ensemble).__name__,
         "recipe": recipe.as_json(),
         "data": {"fingerprint": data.fingerprint, **asdict(data.info)},
-        "network": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        "network": digest(json.dumps(ensemble.shapes).encode()),
         "options": ensemble.options(),
-        "environment": {**environment(), "precision": precision},
+        "made": None if made is None else asdict(made),
+        "environment": {**environment(), "precision": precision, "threads": torch.get_num_threads()},
     }
     value: dict[str, Any] = json.loads(json.dumps(config))  # tuples become lists, as they come back from the file
     return value
@@ -51,17 +72,75 @@ def environment() -> dict[str, str | None]:
     return {"plures": __version__, "python": platform.python_version(), **versions, "git": _git_commit()}
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say where two configurations differ, leaving out the environment.
+def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
+    """Tell the words that a run was made with.
 
-    >>> differences({"recipe": {"seed": 0}}, {"recipe": {"seed": 1}})
+        made_of(RunFolder("runs/first").config()).settings
+
+    Older versions did not store them: there, the settings are all options that differ from the constructor's defaults.
+    A default of None is left to the network, and such an option is told only where it must be `exact`.
+    """
+    made = config.get("made")
+    if made is not None:
+        return Made(made["method"], tuple(made["settings"]), made["recipe"], made["signature"])
+    method = kebab(config["method"])
+    usual = inspect.signature(method_class(method)).parameters
+    special = {
+        name: value
+        for name, value in config["options"].items()
+        if name in usual
+        and name not in NOT_OPTIONS
+        and value != usual[name].default
+        and (exact or usual[name].default is not None)
+    }
+    return Made(method, tuple(f"{kebab(name)}={_word(value)}" for name, value in special.items()))
+
+
+def train_command(config: Mapping[str, Any], run: Path) -> str:
+    """Give the `plures train` command of a run: its recipe, and an option for every number that differs.
+
+    train_command(RunFolder("runs/mimo").config(), Path("runs/mimo"))
+    # 'plures train digits --method mimo --learning-rate 0.05 --run runs/mimo'
+    """
+    made = made_of(config, exact=True)
+    own = flat_values(config["recipe"])
+    usual = {name: flat_values(recipe.for_method(made.method).as_json()) for name, recipe in RECIPES.items()}
+    changed = {name: [key for key in own if own[key] != values.get(key)] for name, values in usual.items()}
+    # Equal numbers make equal runs: where the recipe has no name, or one of another version, the nearest will do.
+    name = made.recipe if made.recipe in RECIPES else min(changed, key=lambda one: len(changed[one]))
+    words = ["plures", "train", name, "--method", made.method]
+    for key in changed[name]:
+        if key != "members" or "members" in config["options"]:
+            words += _option(key, own[key])
+    for setting in made.settings:
+        words += ["--set", setting]
+    return shlex.join([*words, "--run", str(run)])
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say where two configurations differ, in what decides about the result.
+
+    >>> differences({"recipe": {"seed": 0}}, {"recipe": {"seed": 1}, "environment": {"torch": "2.6"}})
     ['recipe.seed was 0 and is 1']
     """
-    old, new = dict(_flat(before)), dict(_flat(now))
+    return _changes(*({key: one[key] for key in DECIDING if key in one} for one in (before, now)))
+
+
+def new_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say in which versions two configurations differ; the number of threads is kept, and does not count.
+
+    >>> new_environment({"environment": {"torch": "2.6", "threads": 1}}, {"environment": {"torch": "2.7"}})
+    ['torch was 2.6 and is 2.7']
+    """
+    return _changes(*({**one.get("environment", {}), "threads": None} for one in (before, now)))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    old, new = flat_values(before), flat_values(now)
     return [
         f"{name} was {_short(old.get(name, 'absent'))} and is {_short(new.get(name, 'absent'))}"
         for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name) and not name.startswith("environment.")
+        if old.get(name) != new.get(name)
     ]
 
 
@@ -70,12 +149,30 @@ def _short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Give nested values one name each.
+
+    >>> flat_values({"epochs": {"train": 30}, "seed": 0})
+    {'epochs.train': 30, 'seed': 0}
+    """
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+        found |= flat_values(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def _option(key: str, value: Any) -> list[str]:
+    name = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return [name if value else name.replace("--", "--no-", 1)]
+    return [name, *_word(value).split()]
+
+
+def _word(value: Any) -> str:
+    """Write a value as the command line reads it: sequences and mappings as words one after the other."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {one}" for key, one in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _git_commit() -> str | None:

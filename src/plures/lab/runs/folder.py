@@ -5,16 +5,18 @@
     partial.safetensors    the ensemble after the last commit
     state.safetensors      the open stage after its last epoch
     ensemble.safetensors   the finished ensemble; the two files above are gone then
+    metrics.json           what was measured of it
 
 After an epoch the log is written first and the state second, which remembers how long the log was: what is longer
 belongs to an epoch that was lost, and is cut off. After a commit the state of the stage stays until the next stage
 replaces it: it is known to be out of date by its position in the plan.
 """
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ from filelock import FileLock, Timeout
 
 from plures import files
 from plures.errors import PluresError
-from plures.lab.runs.config import differences
+from plures.lab.runs.config import differences, new_environment
 
+RECORD = ("stage", "epoch", "epochs", "loss", "seconds")  # what every record of the log has at least
+CONFIG = ("method", "recipe", "data", "network", "options")
+METRICS = ("images", "members", "accuracy", "nll", "brier", "ece", "aurc", "member_accuracies", "bytes")
 log = logging.getLogger("plures")
 
 
@@ -42,6 +47,7 @@ class RunFolder:
         self.partial = self.path / "partial.safetensors"
         self.state = self.path / "state.safetensors"
         self.log = self.path / "log.jsonl"
+        self.measured = self.path / "metrics.json"
         self._config = self.path / "config.json"
 
     @property
@@ -49,64 +55,72 @@ class RunFolder:
         """Whether the run has come to its end."""
         return self.ensemble.is_file()
 
+    @property
+    def begun(self) -> bool:
+        """Whether it is a run folder: other programs write a config.json, too."""
+        return self._config.is_file() and any(path.is_file() for path in (self.ensemble, self.partial, self.log))
+
     def config(self) -> dict[str, Any]:
         """Read what the run was made from."""
-        try:
-            config: dict[str, Any] = json.loads(self._config.read_text())
-        except FileNotFoundError:
-            raise PluresError(f"{self.path} is no run folder: it has no config.json") from None
-        except (OSError, ValueError) as error:
-            raise PluresError(f"{self._config} cannot be read: {error}") from error
-        return config
+        if not self._config.is_file():
+            raise PluresError(f"{self.path} is no run folder: it has no config.json")
+        return _read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
+
+    def metrics(self) -> dict[str, Any]:
+        """Read what was measured of the finished run."""
+        return _read_object(self.measured, METRICS, "remove it, and `plures train` makes it again")
 
     def records(self) -> list[dict[str, Any]]:
-        """Read the log: one record per epoch."""
-        if not self.log.is_file():
-            return []
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        """Read the log: one record per epoch. Lines that are damaged are told, and left out."""
+        found = []
+        for number, line in enumerate(self._lines(), start=1):
+            record = _json(line)
+            if isinstance(record, dict) and all(key in record for key in RECORD):
+                found.append(record)
+            else:
+                log.warning("line %d of %s is damaged and left out", number, self.log)
+        return found
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes out, for as long as this one lives at most."""
+    def locked(self, *, wait: bool = False) -> Iterator[None]:
+        """Keep other processes out, for as long as this one lives at most; refuse or `wait` where one is in."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PluresError(f"cannot make the run folder {self.path}: {error.strerror}") from error
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(blocking=False)
+            lock = FileLock(self.path / ".lock")
+            lock.acquire(blocking=wait)
         except Timeout:
             raise PluresError(
                 f"another process is working in the run folder {self.path}: wait for it, or choose another folder"
             ) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PluresError(f"cannot write in the run folder {self.path}: {reason}; choose another folder") from error
         try:
+            for leftover in self.path.glob(".*.part"):  # of a process that was killed while it wrote
+                leftover.unlink()
             yield
         finally:
             lock.release()
 
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Start a run, or make sure that the folder's run is the same."""
-        for leftover in self.path.glob(".*.part"):  # of a process that was killed while it wrote
-            leftover.unlink()
+    def begin(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a run, or make sure that the folder's run is the same; return the configuration that holds."""
         if not self._config.is_file():
             if self.ensemble.exists() or self.partial.exists():
                 raise PluresError(f"{self.path} holds an ensemble but no config.json: choose another run folder")
-            self._write_config(config)
-            return
+            return self._write_config(config)
         before = self.config()
         if differing := differences(before, config):
             if not self.state.exists() and not self.finished:  # no epoch was finished: there is nothing to lose
                 self.partial.unlink(missing_ok=True)
-                self._write_config(config)
-                return
+                return self._write_config(config)
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise PluresError(
                 f"{self.path} holds a run of another configuration: {'; '.join(differing[:3])}{more}; "
                 "choose another run folder, or the old configuration"
             )
-        changed = differences({"versions": before.get("environment", {})}, {"versions": config.get("environment", {})})
-        if changed and not self.finished:
+        if (changed := new_environment(before, config)) and not self.finished:
             log.warning("the run goes on under another environment, and may differ in bits: %s", "; ".join(changed))
+        return before
 
     def write(self, path: Path, contents: bytes) -> None:
         """Write a file of the run: the old one or the new one is there, whatever happens."""
@@ -114,34 +128,71 @@ class RunFolder:
 
     def read_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one."""
-        return self.state.read_bytes() if self.state.is_file() else None
+        with _told("read", self.state):
+            return self.state.read_bytes() if self.state.is_file() else None
 
     def append_record(self, record: Mapping[str, Any]) -> int:
         """Add a record to the log and return how long the log is now, in bytes."""
-        with self._told(self.log), self.log.open("ab") as file:
+        with _told("write", self.log), self.log.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             return file.tell()
 
+    def log_length(self, stages: Collection[str]) -> int:
+        """Tell how many bytes of the log belong to some stages, which come first."""
+        length = 0
+        for line in self._lines():
+            record = _json(line)
+            if isinstance(record, dict) and record.get("stage") not in stages:
+                break
+            length += len(line)
+        return length
+
     def cut_log(self, length: int) -> None:
         """Forget what was logged beyond a length."""
         if self.log.is_file() and self.log.stat().st_size > length:
-            os.truncate(self.log, length)
+            with _told("write", self.log):
+                os.truncate(self.log, length)
 
     def clean(self) -> None:
         """Remove what only an unfinished run needs."""
-        self.partial.unlink(missing_ok=True)
-        self.state.unlink(missing_ok=True)
+        for path in (self.partial, self.state):
+            if path.exists():
+                with contextlib.suppress(OSError):  # where nothing may be removed, they do no harm
+                    path.unlink()
 
-    def _write_config(self, config: Mapping[str, Any]) -> None:
+    def _lines(self) -> list[bytes]:
+        with _told("read", self.log):
+            return self.log.read_bytes().splitlines(keepends=True) if self.log.is_file() else []
+
+    def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         self.write(self._config, json.dumps(config, indent=2).encode() + b"\n")
+        return dict(config)
 
-    @contextmanager
-    def _told(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PluresError(
-                f"cannot write {path}: {error.strerror}; what was saved before is unchanged: "
-                "make room and start the same command again to go on"
-            ) from error
+
+def _read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, Any]:
+    """Read a JSON object that has some keys at least."""
+    with _told("read", path):
+        found = _json(path.read_bytes())
+    if not isinstance(found, dict) or (missing := [key for key in keys if key not in found]):
+        reason = f"it has no {missing[0]}" if isinstance(found, dict) else "it is no JSON object"
+        raise PluresError(f"{path} is damaged or of another program, {reason}: {advice}")
+    return found
+
+
+def _json(contents: bytes) -> Any:
+    try:
+        return json.loads(contents)
+    except (ValueError, RecursionError):
+        return None
+
+
+@contextmanager
+def _told(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PluresError(
+            f"cannot {action} {path}: {error.strerror or error}; what was saved before is unchanged: "
+            "put it right and start the same command again to go on"
+        ) from error

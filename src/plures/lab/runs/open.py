@@ -11,10 +11,12 @@ from torch import nn
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data, DataInfo, open_data
-from plures.lab.methods import kebab, method_class, method_options, takes
+from plures.lab.methods import is_code, method_class, method_options, takes
 from plures.lab.models import build
 from plures.lab.recipes import Recipe
+from plures.lab.runs.config import made_of, train_command
 from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.trust import check
 from plures.storage import load
 
 
@@ -47,14 +49,24 @@ def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Mo
         return build(recipe.model, classes, channels, **options)
 
 
-def ensemble_for(recipe: Recipe, method: str, settings: Sequence[str], network: nn.Module) -> Ensemble:
+def ensemble_for(
+    recipe: Recipe, method: str, settings: Sequence[str], network: nn.Module, begun: RunFolder | None = None
+) -> Ensemble:
     """Split a network by a method of the command line.
 
-    ensemble = ensemble_for(recipe, "orthogonal-dropout", ["granularity=kernel"], network)
+        ensemble = ensemble_for(recipe, "orthogonal-dropout", ["granularity=kernel"], network)
+
+    A run that was begun with the same words keeps its options: another version may have other defaults.
     """
     chosen = method_class(method)
     given = {name: value for name in ("members", "seed") if takes(chosen, name) for value in [getattr(recipe, name)]}
-    return chosen(network, **given, **method_options(chosen, settings))
+    given |= method_options(chosen, settings)
+    if begun is not None and begun.begun:
+        config = begun.config()
+        made = config.get("made")
+        if config["method"] == chosen.__name__ and (made is None or made["settings"] == list(settings)):
+            given = config["options"] | given
+    return chosen(network, **given)
 
 
 def device_for() -> torch.device:
@@ -91,23 +103,29 @@ class Run:
         return data
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     """Load what a run folder holds, without its data.
 
-    run = open_run("runs/digits-orthogonal-dropout-seed0")
+        run = open_run("runs/digits-orthogonal-dropout-seed0")
+
+    A folder is data, with one exception: its network or method may be named as module:name, which is code. It is run
+    where you trained the run yourself, or with `trust_code`.
     """
     files = RunFolder(folder)
     config = files.config()
     if not files.finished:
-        raise PluresError(f"the run in {folder} is not finished: start its `plures train` command again to go on")
+        raise PluresError(f"the run in {folder} is not finished; to finish it: {train_command(config, files.path)}")
     try:
         recipe = Recipe.from_json(config["recipe"])
         prepared = dict(config["data"])
         fingerprint = prepared.pop("fingerprint")
         info = DataInfo(**prepared)
-        method = kebab(config["method"])
+        made = made_of(config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PluresError(f"{folder}/config.json is not complete: {type(error).__name__}: {error}") from error
+    if not trust_code:
+        check(config, files.path)
     network = network_for(recipe, len(info.classes), info.channels, info.size)
-    ensemble = load(files.ensemble, network).to(device_for())
-    return Run(files.path, method, recipe, info, fingerprint, ensemble)
+    method = method_class(made.method) if is_code(made.method) else None
+    ensemble = load(files.ensemble, network, method=method).to(device_for())
+    return Run(files.path, made.method, recipe, info, fingerprint, ensemble)

@@ -1,6 +1,7 @@
-"""The state of an open stage as the bytes of one safetensors file: no pickle, no random generators."""
+"""The state of an open stage as the bytes of one safetensors file: no pickle, no random generators, checksums."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plures.errors import PluresError
+from plures.files import digest
 
 
 class Position(NamedTuple):
@@ -34,7 +36,8 @@ def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in _tensors(stage, optimizer).items()
     }
-    contents: bytes = save(stored, metadata={"position": json.dumps(position._asdict())})
+    document = json.dumps({"position": position._asdict(), "checksums": _checksums(stored)})
+    contents: bytes = save(stored, metadata={"stage": f"{digest(document.encode())} {document}"})
     return contents
 
 
@@ -43,11 +46,7 @@ def position_of(contents: bytes) -> Position:
 
     position_of(path.read_bytes()).epoch
     """
-    try:
-        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
-        return Position(**json.loads(header["__metadata__"]["position"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(error) from error
+    return _document(contents)[0]
 
 
 def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
@@ -58,10 +57,13 @@ def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
     try:
         stored = load(contents)
     except SafetensorError as error:
-        raise _damaged(error) from error
+        raise damaged(error) from error
+    checksums = _document(contents)[1]
+    if checksums is not None and _checksums(stored) != checksums:
+        raise damaged("a tensor does not match its checksum")
     current = _tensors(stage, optimizer)
     if {name: tensor.shape for name, tensor in stored.items()} != {name: one.shape for name, one in current.items()}:
-        raise _damaged("it does not fit the stage")
+        raise damaged("it does not fit the stage")
     with torch.no_grad():
         for name, tensor in current.items():
             # Copied into the tensors that are there: in another memory format, sums would round otherwise.
@@ -97,7 +99,42 @@ def _tensors(stage: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return result
 
 
-def _damaged(reason: Any) -> PluresError:
+def _document(contents: bytes) -> tuple[Position, dict[str, str] | None]:
+    """Read position and checksums; before there were checksums, the position stood alone."""
+    try:
+        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])["__metadata__"]
+        if "stage" not in header:
+            return _position(json.loads(header["position"])), None
+        expected, _, text = header["stage"].partition(" ")
+        if digest(text.encode()) != expected:
+            raise damaged("its header does not match its checksum")
+        document = json.loads(text)
+        return _position(document["position"]), document["checksums"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _position(values: Any) -> Position:
+    position = Position(**values)
+    counts = (position.committed, position.epoch, position.log_length)
+    if any(type(count) is not int or count < 0 for count in counts) or not isinstance(position.loss_scale, dict):
+        raise damaged(f"its position is {position}")
+    return position
+
+
+def _checksums(stored: Mapping[str, Tensor]) -> dict[str, str]:
+    """Cover type and shape with the bytes, so that a header entry cannot change unseen."""
+    return {
+        name: digest(f"{one.dtype}{list(one.shape)}".encode(), one.reshape(-1).view(torch.uint8).numpy().data)
+        for name, one in stored.items()
+    }
+
+
+def damaged(reason: Any) -> PluresError:
+    """Make the error for a state that cannot be trusted.
+
+    raise damaged("it does not fit the stage")
+    """
     return PluresError(
         f"state.safetensors in the run folder is damaged ({reason}): "
         "delete it, and the open stage is trained again from its start"

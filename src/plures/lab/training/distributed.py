@@ -53,7 +53,7 @@ class Processes:
         self.main: bool = self.accelerator.is_main_process
         self.device: torch.device = self.accelerator.device
         if alone and self.world > 1:
-            atexit.register(torch.distributed.destroy_process_group)  # its threads must not outlive the interpreter
+            atexit.register(_leave)  # threads of the group must not outlive the interpreter
 
     def prepare(self, stage: Stage, optimizer: Optimizer) -> tuple[nn.Module, AcceleratedOptimizer]:
         """Wrap a stage and its optimizer for mixed precision and for exchanging gradients."""
@@ -144,6 +144,11 @@ class Processes:
             for tensor in chosen:
                 tensor.copy_(flat[start : start + tensor.numel()].reshape(tensor.shape))
                 start += tensor.numel()
+
+
+def _leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:

@@ -1,29 +1,28 @@
 """The training engine: one way through all methods, because all are sequences of stages."""
 
 import hashlib
+import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from plures.ensemble import Ensemble, Step
-from plures.errors import PluresError
 from plures.lab.data import Data
 from plures.lab.recipes import Recipe
-from plures.lab.runs.config import describe
+from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.training.checkpoint import Position, pack, position_of, unpack
+from plures.lab.training.checkpoint import Position, damaged, pack, position_of, unpack
 from plures.lab.training.distributed import Processes
 from plures.lab.training.loop import StageLoop
 from plures.lab.training.progress import Display
-from plures.storage import load, save
+from plures.storage import refill, save
 
-Network = nn.Module | Callable[[], nn.Module]
+log = logging.getLogger("plures")
 
 
 def fit(
@@ -32,30 +31,32 @@ def fit(
     recipe: Recipe,
     run: str | Path | None = None,
     *,
-    network: Network | None = None,
     trackers: Sequence[Any] = (),
     quiet: bool = False,
+    made: Made | None = None,
 ) -> Ensemble:
     """Train all open stages of an ensemble.
 
         recipe = get_recipe("digits")
-        fit(ensemble, open_data("digits"), recipe, run="runs/digits", network=network)
+        fit(ensemble, open_data("digits"), recipe, run="runs/digits")
 
     With a `run` folder nothing is lost when the machine dies: the same call goes on after the last epoch and ends with
-    the same bits, and a finished run returns at once. What the folder holds replaces what the ensemble holds; reading
-    it takes the `network` that the ensemble was made from, or a function that makes one. Several processes
+    the same bits, and a finished run returns at once. What the folder holds replaces what the ensemble holds, which
+    must have been made of the same network, by the same method and options. Several processes
     (`accelerate launch`, `torchrun`) share every batch, and one of them writes. `trackers` are those of accelerate.
+    The same bits need the same number of torch's threads: a run goes on with the number that it was begun with. `made`
+    are the words of the command line, for those who read the folder.
     """
     processes = Processes(recipe.precision, trackers, run)
     processes.batch_size(recipe)
     folder = None if run is None else RunFolder(run)
-    config = describe(ensemble, data, recipe, processes.precision)
+    config = describe(ensemble, data, recipe, processes.precision, made)
     with ExitStack() as stack:
         stack.enter_context(_own_random_numbers(processes.device))
         if folder is not None:
-            processes.on_main(lambda: stack.enter_context(folder.locked()))
-            processes.on_main(lambda: folder.begin(config))
-            _restore(ensemble, folder, network, processes)
+            begun = processes.on_main(lambda: _enter(folder, config, stack))
+            stack.enter_context(_threads_of(begun))
+            _restore(ensemble, folder, processes)
         ensemble.to(processes.device)
         _refuse_different_starts(ensemble, processes)
         epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
@@ -65,33 +66,27 @@ def fit(
     return ensemble
 
 
-def _restore(ensemble: Ensemble, folder: RunFolder, network: Network | None, processes: Processes) -> None:
+def _enter(folder: RunFolder, config: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+    if not folder.finished:  # to read a finished run, nobody needs to be kept out, and nothing to be written
+        stack.enter_context(folder.locked())
+    return folder.begin(config)
+
+
+def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> None:
     """Bring the ensemble to where the run folder is; a new folder gets its first file."""
     name = processes.on_main(lambda: next((p.name for p in (folder.ensemble, folder.partial) if p.is_file()), None))
     if name is None:
         # Even before the first epoch: the next process may draw another network.
         processes.on_main(lambda: save(ensemble, folder.partial))
-        return
-    if network is None:
-        raise PluresError(
-            f"{folder.path} holds {name} already: to read it, give fit the network that the ensemble was made from "
-            "(network=...)"
-        )
-    path = folder.path / name
-    if processes.world == 1:
-        loaded = load(path, network)
+    elif processes.world == 1:
+        refill(ensemble, folder.path / name)
     else:
         # The folder may lie on the main process's machine alone.
-        contents = processes.on_main(path.read_bytes)
+        contents = processes.on_main((folder.path / name).read_bytes)
         with tempfile.TemporaryDirectory() as elsewhere:
             copied = Path(elsewhere) / name
             copied.write_bytes(contents)
-            loaded = load(copied, network)
-    loss = ensemble.loss  # a function: no file holds it
-    # The caller keeps the ensemble that it gave: whether a run was cut or not shall make no difference.
-    ensemble.__dict__.clear()
-    ensemble.__dict__.update(loaded.__dict__)
-    ensemble.loss = loss
+            refill(ensemble, copied)
 
 
 class _Run:
@@ -148,15 +143,22 @@ class _Run:
 
     def _saved_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one, and cut the log to what belongs to it."""
-        if self.folder is None or self._next() is None:
+        folder = self.folder
+        if folder is None or self._next() is None:
             return None
-        state = self.processes.on_main(self.folder.read_state)
-        position = Position(0, 0, 0, {}) if state is None else position_of(state)
-        self.processes.on_main(partial(self.folder.cut_log, position.log_length))
+        state = self.processes.on_main(folder.read_state)
+        if state is None:
+            done = [step.name for step in self.ensemble.plan() if step.committed]
+            self.processes.on_main(lambda: folder.cut_log(folder.log_length(done)))
+            return None
+        position = position_of(state)
+        self.processes.on_main(lambda: folder.cut_log(position.log_length))
         return state if position.committed == self._committed() else None
 
     def _restore_stage(self, loop: StageLoop, state: bytes) -> int:
         position = position_of(state)
+        if position.epoch > loop.epochs:
+            raise damaged(f"it is after epoch {position.epoch} of {loop.epochs}")
         unpack(state, loop.stage, loop.optimizer)
         self.processes.set_loss_scale(position.loss_scale)
         return position.epoch
@@ -186,6 +188,21 @@ def _refuse_different_starts(ensemble: Ensemble, processes: Processes) -> None:
             "the processes start from different ensembles: call torch.manual_seed with one number before making the "
             "network",
         )
+
+
+@contextmanager
+def _threads_of(config: Mapping[str, Any]) -> Iterator[None]:
+    """Compute with as many threads as the run was begun with: on another number, sums are rounded differently."""
+    here, begun = torch.get_num_threads(), config["environment"].get("threads")
+    if not isinstance(begun, int) or begun < 1 or begun == here:
+        yield
+        return
+    log.warning("the run was begun with %d threads and goes on with as many, instead of %d", begun, here)
+    torch.set_num_threads(begun)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(here)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,10 +41,10 @@ class StageLoop:
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
         self.steps = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
-        self.loss = Watched(smoothed(ensemble.loss, recipe.label_smoothing))
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
-        with _loss_of(ensemble, self.loss):
-            self.stage = ensemble.open(step)
+        self.stage = ensemble.open(step)
+        self.loss = Watched(smoothed(self.stage.loss, recipe.label_smoothing))
+        _set_loss(self.stage, self.loss)
         self.stage.to(processes.device)
         self.stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.stage, recipe)
@@ -195,20 +193,9 @@ def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, nesterov=recipe.nesterov)
 
 
-@contextmanager
-def _loss_of(ensemble: Ensemble, loss: Loss) -> Iterator[None]:
-    """Lend an ensemble a loss; its stages take over what it has when they are opened."""
-    own = ensemble.loss
-    _set_loss(ensemble, loss)
-    try:
-        yield
-    finally:
-        _set_loss(ensemble, own)
-
-
-def _set_loss(ensemble: Ensemble, loss: Loss) -> None:
-    del ensemble.loss  # without this, a module cannot be replaced by a function
-    ensemble.loss = loss
+def _set_loss(stage: Stage, loss: Loss) -> None:
+    del stage.loss  # without this, a module cannot be replaced by a function
+    stage.loss = loss
 
 
 def _answers(logits: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""plures evaluate: measure a finished run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from tyro.conf import Positional, arg
+
+from plures.lab.cli.shared import DataDir, Switch, print_json
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a finished run: accuracy, calibration, diversity, shift.
+
+    Examples:
+      plures evaluate runs/digits-orthogonal-dropout-seed0 --shift
+      plures evaluate runs/first --data-dir data --ood svhn --json
+
+    What is measured:
+      The test images; the temperature of the calibrated NLL is fitted on the
+      validation images. --shift spoils the test images by noise, blur and
+      lost contrast, the same way each time. --ood brings other data to the
+      size and colours of the run, and asks whether uncertainty tells them
+      from the run's own. Nothing is written.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """The run folder that `plures train` wrote."""
+    shift: Switch = False
+    """Measure under corruptions, too."""
+    ood: Annotated[str | None, arg(metavar="DATA")] = None
+    """Other data, to be recognised as unfamiliar: a name, a folder or a hub id."""
+    data_dir: DataDir = None
+    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    trust_code: Switch = False
+    """Run the code that a folder of somebody else names as its network or method."""
+    json: Switch = False
+    """Print JSON."""
+
+    after_interrupt: ClassVar[str] = "nothing was written"
+
+    def __call__(self) -> int:
+        """Measure, and show what came out."""
+        from plures.lab import tables
+        from plures.lab.data import open_data
+        from plures.lab.evaluation.evaluate import evaluate, evaluate_ood, evaluate_shift
+        from plures.lab.runs.open import open_run
+
+        run = open_run(self.run, trust_code=self.trust_code)
+        data = run.data(self.data_dir)
+        unfamiliar = open_data(self.ood, data_dir=self.data_dir, like=data.info) if self.ood else None
+        found: dict[str, Any] = {"run": str(self.run), "test": evaluate(run.ensemble, data)}
+        if self.shift:
+            found["shift"] = evaluate_shift(run.ensemble, data)
+        if unfamiliar:
+            found["ood"] = {"data": self.ood, "scores": evaluate_ood(run.ensemble, data, unfamiliar)}
+        if self.json:
+            print_json(found)
+            return 0
+        tables.show(tables.scores_table(f"{run.method} on {data.info.name}", found["test"]))
+        if self.shift:
+            tables.show(tables.shift_table(found["shift"]))
+        if unfamiliar:
+            tables.show(tables.ood_table(**found["ood"]))
+        return 0

@@ -1,0 +1,48 @@
+"""plures report: finished runs on one page."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from tyro.conf import Positional, arg
+
+from plures.errors import PluresError
+from plures.lab.cli.shared import DataDir
+
+
+@dataclass(frozen=True)
+class Report:
+    """Make one self-contained HTML page of finished runs.
+
+    Examples:
+      plures report runs/digits
+      plures report runs/digits/mimo/seed-0 runs/first --out report.html
+
+    What the page shows:
+      Tables, calibration, members, doubtful images, mistakes. Folders are run
+      folders or hold them at any depth. Runs that differ in their seed only
+      are one row; details show the first of them. The page needs no network
+      and no script, and can be sent to anybody.
+    """
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
+    """Run folders, or folders that hold them."""
+    out: Annotated[Path, arg(metavar="FILE")] = Path("report.html")
+    """Where the page is written."""
+    data_dir: DataDir = None
+    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+
+    after_interrupt: ClassVar[str] = "nothing was written"
+
+    def __call__(self) -> int:
+        """Write the page, and say where."""
+        from plures.lab.compare.rows import rows_of, with_costs
+        from plures.lab.report import write_report
+
+        if not self.runs:
+            raise PluresError("there are no runs to report on: name run folders, or folders that hold them")
+        rows = with_costs(rows_of(self.runs))
+        words = " ".join(shlex.quote(str(run)) for run in self.runs)
+        print(write_report(rows, self.out, data_dir=self.data_dir, command=f"plures report {words}"))
+        return 0

@@ -1,0 +1,119 @@
+"""plures reproduce: the tables and figures of the paper."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from tyro.conf import Positional, arg
+
+from plures.checks import unknown
+from plures.lab.cli.compare import tell_failures
+from plures.lab.cli.shared import DataDir, Switch, print_json
+
+if TYPE_CHECKING:  # --help answers without torch
+    from plures.lab.compare.jobs import Comparison
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Make a table or figure of the paper, at full or small scale.
+
+    Examples:
+      plures reproduce table3 --scale digits
+      plures reproduce table1 --scale cpu --data-dir data
+        --recipes cifar10-cpu
+      plures reproduce table1 --scale paper --dry-run    what it would take
+      plures reproduce figure2 --scale digits
+
+    Targets:
+      table1   all methods on four data sets
+      table2   the same with wide ResNets
+      table3   what each part contributes
+      figure1  the accuracy of each member
+      figure2  quality against the number of members
+      figure3  the same with MIMO
+
+    Where things are:
+      Runs live in RUNS/RECIPE/METHOD/seed-N: tables and figures share them,
+      and `plures compare` does, too. Tables are written to OUT as Markdown,
+      CSV and JSON, figures as PDF, PNG and SVG.
+    """
+
+    target: Annotated[Positional[str], arg(metavar="TARGET")]
+    """table1, table2, table3, figure1, figure2 or figure3."""
+    scale: Literal["paper", "cpu", "digits"] = "digits"
+    """The paper's settings, small versions for two cores, or embedded digits."""
+    recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE")] = ()
+    """Only these of the recipes that the scale has."""
+    seeds: Annotated[int | None, arg(metavar="N")] = None
+    """Run every method so many times; if not given, 3 at the scale paper, 1 at cpu, 2 at digits."""
+    dry_run: Switch = False
+    """Only print the plan: runs, epochs, estimated time here, disk."""
+    runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
+    """The folder of all runs."""
+    out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
+    """Where tables and figures are written."""
+    jobs: Annotated[int | None, arg(metavar="N")] = None
+    """How many runs go on at a time; if not given, one per GPU or core."""
+    on: Literal["here", "ray"] = "here"
+    """Where runs are made: here, or by the workers of a Ray cluster that sees the same folders."""
+    data_dir: DataDir = None
+    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    json: Switch = False
+    """Print the results as JSON."""
+
+    after_interrupt: ClassVar[str] = "the same command goes on, and repeats no finished run"
+
+    def __call__(self) -> int:
+        """Run what is missing, and write the table or draw the figure."""
+        from plures.lab.paper.targets import TARGETS
+
+        if self.target not in TARGETS:
+            raise unknown("table or figure", self.target, TARGETS)
+        comparisons = TARGETS[self.target].comparisons(self.scale, self.seeds, self.recipes)
+        return self._plan(comparisons) if self.dry_run else self._make(comparisons)
+
+    def _plan(self, comparisons: "Sequence[Comparison]") -> int:
+        from plures.lab import tables
+        from plures.lab.compare.plan import plan_table, planned
+        from plures.lab.compare.pool import default_jobs
+
+        lines = []
+        for comparison in comparisons:
+            print(f"measuring {comparison.name}", file=sys.stderr)
+            lines += list(planned(comparison, self.runs))
+        at_once = self.jobs or default_jobs()
+        if self.json:
+            print_json({"target": self.target, "scale": self.scale, "plan": [asdict(line) for line in lines]})
+        else:
+            tables.show(plan_table(f"{self.target} at the scale {self.scale}", lines, at_once))
+        return 0
+
+    def _make(self, comparisons: "Sequence[Comparison]") -> int:
+        from plures.lab.compare import table as write
+        from plures.lab.compare.compare import compare
+        from plures.lab.paper.draw import draw
+        from plures.lab.paper.targets import TARGETS
+
+        folder = write.writable(self.out)
+        found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
+        target = TARGETS[self.target]
+        documents = {}
+        for comparison, rows in zip(comparisons, found, strict=True):
+            chosen = target.columns(rows)
+            about = write.about(rows) | target.notes
+            paths = write.write(folder, f"{self.target}-{comparison.name}", rows, chosen, about)
+            documents[comparison.name] = write.document(rows, about)
+            tell_failures(rows)
+            if not self.json:
+                title = f"{self.target}, {comparison.name}"
+                write.show(title, rows, chosen, f"written: {', '.join(map(str, paths))}")
+        if self.json:
+            print_json({"target": self.target, "scale": self.scale, "tables": documents})
+        if self.target.startswith("figure"):
+            pairs = list(zip(comparisons, found, strict=True))
+            drawn = draw(self.target, pairs, self.out / f"{self.target}-{self.scale}", self.data_dir)
+            print(f"drawn: {', '.join(map(str, drawn))}", file=sys.stderr)
+        return 2 if any(row.failures for rows in found for row in rows) else 0
