@@ -239,11 +239,12 @@ def test_a_network_of_the_users_own_is_found_in_the_working_directory(
     # Another user has another key: to them, it is the folder of a stranger.
     monkeypatch.setenv("XDG_DATA_HOME", str(workplace / "elsewhere"))
     del sys.modules["own_networks"]
-    for words in (["evaluate", "own"], ["predict", "own", "one.png"]):
+    for words in (["evaluate", "own"], ["predict", "own", "one.png"], ["report", "own"]):
         assert main(words) == 2
         assert "--trust-code" in capsys.readouterr().err
     assert "own_networks" not in sys.modules
     assert main(["evaluate", "own", "--json", "--trust-code"]) == 0
+    assert main(["report", "own", "--trust-code"]) == 0
 
 
 def test_a_method_of_the_users_own_trains_resumes_and_predicts(

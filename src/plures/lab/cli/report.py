@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from tyro.conf import Positional, arg
 
 from plures.errors import PluresError
-from plures.lab.cli.shared import DataDir
+from plures.lab.cli.shared import DataDir, Switch
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Report:
     data_dir: DataDir = None
     """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
 
+    trust_code: Switch = False
+    """Run the code that a folder of somebody else names as its network or method."""
+
     after_interrupt: ClassVar[str] = "nothing was written"
 
     def __call__(self) -> int:
@@ -42,7 +45,9 @@ class Report:
 
         if not self.runs:
             raise PluresError("there are no runs to report on: name run folders, or folders that hold them")
-        rows = with_costs(rows_of(self.runs))
+        rows = with_costs(rows_of(self.runs), trust_code=self.trust_code)
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
-        print(write_report(rows, self.out, data_dir=self.data_dir, command=f"plures report {words}"))
+        command = f"plures report {words}"
+        trust = self.trust_code
+        print(write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=trust))
         return 0

@@ -151,12 +151,15 @@ def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None)
     ]
 
 
-def with_costs(rows: Sequence[Row]) -> list[Row]:
+def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
     """Measure the costs of the rows that were not measured yet.
 
     rows = with_costs(rows_of([Path("runs/digits")]))
     """
-    return [replace(row, costs=row.costs or measured_costs(row.runs[0].path)) if row.runs else row for row in rows]
+    return [
+        replace(row, costs=row.costs or measured_costs(row.runs[0].path, trust_code=trust_code)) if row.runs else row
+        for row in rows
+    ]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

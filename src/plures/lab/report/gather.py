@@ -90,12 +90,12 @@ class Detail:
         return len(self.same_label)
 
 
-def gather(row: Row, data_dir: Path | None, colour: str) -> Detail:
+def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
     """Let the first run of a row answer the test images again, and keep what the page needs.
 
     gather(row, data_dir=None, colour="#0072B2").added
     """
-    run = open_run(row.runs[0].path)
+    run = open_run(row.runs[0].path, trust_code=trust_code)
     test = run.data(data_dir).test
     members, targets = predictions(run.ensemble, test)
     mean = members.mean(0)

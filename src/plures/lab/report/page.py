@@ -24,7 +24,9 @@ LONG = 12  # letters of a class name that need a wider column
 SMALL = 48  # pixels per side below which an image is enlarged without blur
 
 
-def write_report(rows: Sequence[Row], out: Path, *, data_dir: Path | None, command: str) -> Path:
+def write_report(
+    rows: Sequence[Row], out: Path, *, data_dir: Path | None, command: str, trust_code: bool = False
+) -> Path:
     """Write one HTML file about the rows of a comparison, and return its path.
 
         rows = with_costs(rows_of([Path("runs/digits")]))
@@ -35,7 +37,8 @@ def write_report(rows: Sequence[Row], out: Path, *, data_dir: Path | None, comma
     """
     rows = sorted((row for row in rows if row.runs), key=lambda row: place_of(row.name))
     looks = looks_of(row.name for row in rows)
-    html = render(rows, [gather(row, data_dir, looks[row.name].colour) for row in rows], command)
+    details = [gather(row, data_dir, looks[row.name].colour, trust_code=trust_code) for row in rows]
+    html = render(rows, details, command)
     try:
         files.write(out, html.encode())
     except PluresError as error:

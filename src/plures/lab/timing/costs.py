@@ -53,12 +53,12 @@ def kept_costs(folder: Path) -> Costs | None:
         raise PluresError(f"{path} cannot be read ({error}): remove it, and it is made again") from error
 
 
-def measured_costs(folder: Path) -> Costs:
+def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
     """Measure a finished run, and keep what was found in its folder.
 
     measured_costs(Path("runs/digits/mimo/seed-0")).prediction
     """
-    found = _measure(open_run(folder))
+    found = _measure(open_run(folder, trust_code=trust_code))
     with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
         files.write(folder / "costs.json", json.dumps(asdict(found), indent=2).encode() + b"\n")
     return found
