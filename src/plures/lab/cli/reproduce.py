@@ -77,8 +77,9 @@ class Reproduce:
 
     def _plan(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab import tables
-        from plures.lab.compare.plan import plan_table, planned
+        from plures.lab.compare.compare import planned
         from plures.lab.compare.pool import default_jobs
+        from plures.lab.compare.table import plan_table
 
         lines = []
         for comparison in comparisons:

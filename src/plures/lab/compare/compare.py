@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,10 @@ from plures.lab.methods import method_class
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for
+from plures.lab.timing.estimates import estimate
 
 Where = Literal["here", "ray"]
+START = 4.0  # seconds until the process of a run has imported everything, and to measure it in the end
 
 
 def compare(
@@ -74,6 +77,43 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
         return failures
     with _pool(on, at_once, data_dir) as pool, Watch(missing, epochs) as watch:
         return failures | run_all(missing, pool, watch)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the runs of one variant take on this machine.
+
+    Planned("cifar10-cpu", "mimo", runs=3, done=1, epochs=60, seconds=1200.0, bytes=3_000_000)
+    """
+
+    recipe: str
+    variant: str
+    runs: int
+    done: int
+    epochs: int  # of the runs that are missing
+    seconds: float | None  # of these
+    bytes: int | None
+
+
+def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
+    """Say what a comparison would take, from a few steps of each method on random images.
+
+    for line in planned(TARGETS["table1"].comparisons("cpu")[0], Path("runs")): print(line)
+    """
+    jobs = comparison.jobs(runs)
+    for variant in comparison.variants:
+        own = [job for job in jobs if job.variant == variant]
+        missing = sum(not is_done(job) for job in own)
+        found = estimate(own[0].recipe, variant.method, variant.settings)  # on one core, as each run has
+        yield Planned(
+            comparison.name,
+            variant.name,
+            len(own),
+            len(own) - missing,
+            found.epochs * missing if found else 0,
+            (found.seconds + START) * missing if found else None,
+            found.bytes * len(own) if found else None,
+        )
 
 
 def refuse_others(job: Job) -> None:

@@ -77,18 +77,19 @@ class Job:
     recipe: Recipe
     variant: Variant
     run: Path
+    recipe_name: str = ""
 
     @property
     def name(self) -> str:
         """What people call it."""
-        return f"{self.run.parent.parent.name}, {self.variant.name}, seed {self.recipe.seed}"
+        return f"{self.recipe_name or self.run.parent.parent.name}, {self.variant.name}, seed {self.recipe.seed}"
 
     def as_json(self) -> dict[str, Any]:
         """Give what another process needs to make the run.
 
         json.dumps(job.as_json())
         """
-        return {"recipe": self.recipe.as_json(), "variant": asdict(self.variant), "run": str(self.run)}
+        return asdict(self) | {"recipe": self.recipe.as_json(), "run": str(self.run)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Job":
@@ -97,7 +98,7 @@ class Job:
         Job.from_json(json.loads(text))
         """
         variant = Variant(**{**values["variant"], "settings": tuple(values["variant"]["settings"])})
-        return cls(Recipe.from_json(values["recipe"]), variant, Path(values["run"]))
+        return cls(Recipe.from_json(values["recipe"]), variant, Path(values["run"]), values["recipe_name"])
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class Comparison:
                 recipe = variant.recipe(replace(self.recipe, seed=seed))
                 if self.members is not None:
                     recipe = replace(recipe, members=self.members)
-                jobs.append(Job(recipe, variant, runs / self.name / variant.folder / f"seed-{seed}"))
+                run = runs / self.name / variant.folder / f"seed-{seed}"
+                jobs.append(Job(recipe, variant, run, self.name))
         return jobs
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from plures import files
 from plures.errors import PluresError
 from plures.lab import tables
+from plures.lab.compare.compare import Planned
 from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.paper.published import Published
 from plures.lab.timing.machine import machine
@@ -295,3 +296,21 @@ def _as_json(row: Row) -> dict[str, Any]:
         "paper": asdict(row.paper) if row.paper else None,
         "failures": list(row.failures),
     }
+
+
+def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
+    """Show what experiments would take, with its sums; `at_once` runs go on at a time.
+
+    tables.show(plan_table("table1 at the scale cpu", lines, at_once=2))
+    """
+
+    def cells(name: str, variant: str, counts: Sequence[int], seconds: float | None, size: int | None) -> list[str]:
+        disk = tables.UNKNOWN if size is None else f"{size / 1e6:,.1f} MB"
+        return [name, variant, *(f"{count:,}" for count in counts), tables.roughly(seconds), disk]
+
+    rows = [cells(one.recipe, one.variant, (one.runs, one.done, one.epochs), one.seconds, one.bytes) for one in lines]
+    counts = [sum(getattr(one, key) for one in lines) for key in ("runs", "done", "epochs")]
+    seconds, size = sum(one.seconds or 0 for one in lines), sum(one.bytes or 0 for one in lines)
+    rows.append(cells(f"together, {at_once} at a time", "", counts, seconds / at_once, size))
+    headings = ["recipe", "method", "runs", "done", "epochs", "time here", "disk"]
+    return tables.table(title, headings, rows, words=["recipe", "method"])

@@ -39,7 +39,8 @@ def make(description: str) -> None:
     data_dir = values["data_dir"] or values["data"]
     job = Job.from_json(values)
     where = None if data_dir is None else Path(data_dir)
-    train(job.recipe, job.variant.method, job.run, settings=job.variant.settings, data_dir=where)
+    variant, name = job.variant, job.recipe_name or None
+    train(job.recipe, variant.method, job.run, settings=variant.settings, recipe_name=name, data_dir=where)
 
 
 def reason_of(description: str) -> str | None:
