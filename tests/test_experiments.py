@@ -109,6 +109,34 @@ def test_compare_writes_what_the_runs_measured(tmp_path: Path) -> None:
     assert seen(tmp_path) == before
 
 
+MINE = """
+import plures
+
+
+class Herd(plures.DeepEnsemble):
+    pass
+"""
+
+
+def test_a_method_of_another_package_joins_a_comparison_and_its_report(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    words = ["compare", "digits", "--methods", "deterministic", "mine:Herd:classifier=fixed", *SHORT_WORDS]
+    result = plures(*words, "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    row = json.loads(result.stdout)["rows"][1]
+    assert row["name"] == "herd classifier=fixed"
+    assert len(row["member_accuracies"][0]) == 2
+    assert row["costs"]["size"] == pytest.approx(2, rel=0.1)
+    page = plures("report", "runs/digits", cwd=tmp_path)
+    assert page.returncode == 0, page.stderr
+    html = (tmp_path / "report.html").read_text()
+    assert "herd classifier=fixed" in html
+    assert "plures train digits --method mine:Herd" in html
+    missing = plures("compare", "digits", "--methods", "mine:Flock", *SHORT_WORDS, cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "Flock" in missing.stderr.splitlines()[-1]
+
+
 def test_an_interrupted_comparison_repeats_no_finished_run(tmp_path: Path) -> None:
     words = ["compare", "digits", "--methods", *METHODS, "--jobs", "1", *SHORT_WORDS]
     command = [sys.executable, "-m", "plures", *words]
