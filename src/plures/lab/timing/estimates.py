@@ -19,6 +19,7 @@ from plures import files
 from plures.errors import PluresError
 from plures.lab.recipes import Recipe
 from plures.lab.timing.machine import processor
+from plures.version import __version__
 
 PROBE = 8  # images of the first, small step
 PATIENCE = 1.0  # seconds: a step that takes longer is computed from the small one
@@ -160,7 +161,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _key(recipe: Recipe, method: str, settings: Sequence[str]) -> str:
     """Name what an estimate depends on: the machine, the versions, the recipe but for its seed, the method."""
-    versions = [importlib.metadata.version(package) for package in ("plures", "torch")]
+    versions = [__version__, importlib.metadata.version("torch")]
     here = [platform.node(), processor(), os.environ.get("CUDA_VISIBLE_DEVICES"), *versions]
     numbers = recipe.as_json() | {"seed": None}
     return files.digest(json.dumps([here, numbers, method, list(settings)]).encode())
