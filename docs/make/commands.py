@@ -17,7 +17,8 @@ def commands() -> str:
     print(commands())
     """
     overview = help_of()
-    names = re.findall(r"^  (\w+) +[A-Z]", overview, re.MULTILINE)
+    (listed,) = re.findall(r"^Commands.*?:\n(.*?)\n\n", overview, re.DOTALL | re.MULTILINE)
+    names = re.findall(r"^  (\S+)", listed, re.MULTILINE)
     parts = [*_about(overview), *(_section(name, help_of(name)) for name in names)]
     return "\n\n".join(parts)
 
