@@ -36,10 +36,10 @@ static double convolution(int lanes) {
         for (int t = 0; t < taps; t++) owner[i * taps + t] = whole ? of_kernel : below(members + 1);
         for (int t = 0; t < (whole ? 1 : taps); t++) entries += owner[i * taps + t] < members;
     }
-    int32_t *starts = malloc(sizeof(int32_t) * (members * groups * outputs + 1));
+    int32_t *starts = malloc(sizeof(int32_t) * members * (groups * outputs + 1));
     uint16_t *places = malloc(sizeof(uint16_t) * entries);
     float *values = numbers(entries * each), *weight = calloc((int64_t)members * outputs * channels * taps, sizeof(float));
-    for (int m = 0; m < members; m++)
+    for (int m = 0; m < members; m++, starts[list++] = (int32_t)at)
         for (int g = 0; g < groups; g++)
             for (int o = 0; o < outputs; o++) {
                 starts[list++] = (int32_t)at;
@@ -51,7 +51,6 @@ static double convolution(int lanes) {
                         places[at++] = (uint16_t)(whole ? c - g * group : (c - g * group) * taps + t);
                     }
             }
-    starts[list] = (int32_t)at;
     float *x = numbers(members * images * channels * map), *bias = numbers(members * outputs);
     float *added = numbers(members * images * outputs * out_map), *y = numbers(members * images * outputs * out_map);
     const Convolution layer = {x, added, values, bias, starts, places, y, images * channels * map, (int64_t)height * width, 1,
@@ -83,17 +82,16 @@ static double convolution(int lanes) {
 static void linear(void) {
     const int members = 2, rows = 1 + below(30), inputs = 1 + below(40), outputs = 1 + below(20), group = 1 + below(inputs);
     const int groups = (inputs + group - 1) / group, blocks = (outputs + 7) / 8;
-    int32_t *starts = malloc(sizeof(int32_t) * (members * groups * blocks + 1));
+    int32_t *starts = malloc(sizeof(int32_t) * members * (groups * blocks + 1));
     uint16_t *places = malloc(sizeof(uint16_t) * blocks * inputs);
     int at = 0, list = 0;
-    for (int m = 0; m < members; m++)
+    for (int m = 0; m < members; m++, starts[list++] = at)
         for (int g = 0; g < groups; g++)
             for (int b = 0; b < blocks; b++) {
                 starts[list++] = at;
                 for (int i = g * group; i < inputs && i < (g + 1) * group; i++)
                     if ((i + b) % members == m) places[at++] = (uint16_t)(i - g * group);
             }
-    starts[list] = at;
     float *values = numbers((int64_t)at * 8), *bias = numbers(members * outputs);
     float *x = numbers((int64_t)members * rows * inputs), *y = numbers((int64_t)members * rows * outputs);
     const BlockLinear layer = {x, values, bias, starts, places, y, (int64_t)rows * inputs, members, rows, inputs, outputs, group, 1};

@@ -155,7 +155,7 @@ ALWAYS void tile_outputs(const Tile *t, const int kind, const int step, const in
     const int32_t *offsets = t->offsets;
     for (int group = 0; group < groups; group++) {
         const float *channels = t->packed + group * c->group * size;
-        const int32_t *starts = c->starts + ((int64_t)t->member * groups + group) * c->outputs;
+        const int32_t *starts = c->starts + t->member * ((int64_t)groups * c->outputs + 1) + group * c->outputs;
         for (int output = t->first; output < t->last; output++) {
             const int start = starts[output], count = starts[output + 1] - start;
             const uint16_t *places = c->places + start;
@@ -343,7 +343,7 @@ ALWAYS void pixel_outputs(const Pixels *t, const int kind, const int vectors) {
     if (kind == WHOLE3) for (int tap = 0; tap < 9; tap++) offset[tap] = t->offsets[tap];
     for (int group = 0; group < groups; group++) {
         const float *channels = t->packed + group * c->group * size;
-        const int32_t *starts = c->starts + ((int64_t)t->member * groups + group) * c->outputs;
+        const int32_t *starts = c->starts + t->member * ((int64_t)groups * c->outputs + 1) + group * c->outputs;
         for (int output = t->first; output < t->last; output++) {
             const int start = starts[output], count = starts[output + 1] - start;
             const uint16_t *places = c->places + start;
@@ -493,7 +493,7 @@ static void linear_item(const BlockLinear *l, int64_t item, void *scratch) {
         }
     for (int group = 0; group < groups; group++) {
         const float *inputs = packed + (int64_t)group * l->group * LINEAR_ROWS;
-        const int32_t *starts = l->starts + ((int64_t)member * groups + group) * blocks;
+        const int32_t *starts = l->starts + member * ((int64_t)groups * blocks + 1) + group * blocks;
         for (int block = 0; block < blocks; block++) {
             const float *values = l->values + (int64_t)starts[block] * 8;
             float *kept = partial + (int64_t)block * LINEAR_ROWS * 8;

@@ -18,8 +18,8 @@ class Lists(NamedTuple):
         lists = kernel_lists(conv.weight, owners, members=[0, 1, 2])
         lists.values  # [kernels, taps], or [weights, 1]
 
-    `starts` says where each list begins, `places` what its entries are multiplied with, `values` by what.
-    `group` inputs are processed at a time, so that they stay in the cache.
+    `starts`, [members, lists + 1], says where each list begins and the last one ends, `places` what its entries are
+    multiplied with, `values` by what. `group` inputs are processed at a time, so that they stay in the cache.
     """
 
     starts: Tensor
@@ -86,12 +86,15 @@ def _sorted(
     in_group, within = np.divmod(channel, np.int32(group))
     list_of = (member * groups + in_group) * outputs + output
     order = np.argsort(list_of, kind="stable")
-    starts = np.zeros(len(members) * groups * outputs + 1, np.int32)
-    np.cumsum(np.bincount(list_of, minlength=len(starts) - 1), out=starts[1:])
+    lengths = np.bincount(list_of, minlength=len(members) * groups * outputs).reshape(len(members), -1)
+    ends = np.cumsum(lengths, dtype=np.int32).reshape(lengths.shape)
+    starts = np.concatenate([ends[:, :1] - lengths[:, :1].astype(np.int32), ends], axis=1)
     values = entries.cpu().reshape(outputs * inputs * places, -1)[torch.from_numpy(found[order])]
     if scales is not None:
         per_output = scales.shape[1] // outputs  # 8 in blocks
         factors = scales.detach().cpu().reshape(len(members), outputs, per_output)
         values = values * factors[torch.from_numpy(member[order]).long(), torch.from_numpy(output[order]).long()]
     named = (within * places + place)[order].astype(np.uint16).view(np.int16)
-    return Lists(torch.from_numpy(starts), torch.from_numpy(named), values.contiguous(), inputs, group, whole)
+    return Lists(
+        torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(named), values.contiguous(), inputs, group, whole
+    )

@@ -106,7 +106,7 @@ def _convolution(
         if residual.shape != output.shape or residual.dtype != torch.float32:
             raise PluresError(f"what is added has the shape {tuple(residual.shape)}, not {tuple(output.shape)}")
     _check_lists(
-        starts, places, values, members * -(-channels // group) * outputs, kernel[0] * kernel[1] if whole else 1
+        starts, places, values, members, -(-channels // group) * outputs, kernel[0] * kernel[1] if whole else 1
     )
     layer = _Convolution(
         x.data_ptr(),
@@ -137,7 +137,7 @@ def _linear(
     members, outputs = bias.shape
     rows = x.shape[1]
     output = _rows(x, bias)
-    _check_lists(starts, places, values, members * -(-inputs // group) * outputs, 1)
+    _check_lists(starts, places, values, members, -(-inputs // group) * outputs, 1)
     layer = _Convolution(
         *(x.data_ptr(), None, values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr()),
         output.data_ptr(),
@@ -158,7 +158,7 @@ def _block_linear(
     x = _ready(x, 3, bias, inputs)
     members, outputs = bias.shape
     output = _rows(x, bias)
-    _check_lists(starts, places, values, members * -(-x.shape[2] // group) * -(-outputs // 8), 8)
+    _check_lists(starts, places, values, members, -(-inputs // group) * -(-outputs // 8), 8)
     layer = _BlockLinear(
         *(x.data_ptr(), values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr(), output.data_ptr()),
         0 if x.shape[0] == 1 else x.stride(0),
@@ -256,10 +256,13 @@ def _ready(x: Tensor, dimensions: int, of_members: Tensor, inputs: int) -> Tenso
     return x.contiguous()
 
 
-def _check_lists(starts: Tensor, places: Tensor, values: Tensor, lists: int, each: int) -> None:
+def _check_lists(starts: Tensor, places: Tensor, values: Tensor, members: int, lists: int, each: int) -> None:
     entries = places.numel()
-    if starts.numel() != lists + 1 or values.numel() != entries * each or int(starts[-1]) != entries:
-        raise PluresError(f"{starts.numel() - 1} lists of {entries} entries do not fit this layer, which has {lists}")
+    fits = starts.shape == (members, lists + 1) and starts.is_contiguous() and values.numel() == entries * each
+    if not fits or int(starts[:, -1].max()) > entries:
+        raise PluresError(
+            f"lists {tuple(starts.shape)} of {entries} entries do not fit this layer: ({members}, {lists + 1})"
+        )
 
 
 def _run(function: Any, *arguments: object) -> None:

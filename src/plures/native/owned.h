@@ -8,7 +8,7 @@
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
    side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
    per (member, group of input channels, output channel), one list after the other:
-   `starts` says where each begins, `places` which input channel of the group (whole kernels) or which tap of which input
+   `starts`, [member][lists of the member + 1], says where each begins and the last one ends, `places` which input channel of the group (whole kernels) or which tap of which input
    channel (single weights: channel * taps + tap) an entry multiplies, `values` by what. */
 typedef struct {
     const float *input, *residual, *values, *bias; /* residual may be NULL; bias is [member][output channel] */
