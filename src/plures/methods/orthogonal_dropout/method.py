@@ -15,6 +15,7 @@ from plures.ensemble import Ensemble, Loss, Stage, Step, Stored, file_line
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
+from plures.methods.orthogonal_dropout.engines.owned import Owned
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.file import draft_from, expected_bytes, from_tensors, to_tensors
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of, put_on, unmasked
@@ -26,7 +27,7 @@ from plures.methods.orthogonal_dropout.split import Split, refilled
 from plures.tensors import Moments, canonical, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
-Kind = Literal["lean", "unfolded"]
+Kind = Literal["owned", "unfolded", "lean"]
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
 log = logging.getLogger("plures")
 
@@ -269,7 +270,7 @@ class OrthogonalDropout(Ensemble):
         if kind is None:
             unfolded = len(ready) * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
             kind = "unfolded" if memory is None or unfolded <= memory else "lean"
-        return Unfolded(self.split, fold) if kind == "unfolded" else Lean(self.split, fold)
+        return {"owned": Owned, "unfolded": Unfolded, "lean": Lean}[kind](self.split, fold)
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
         values = self.split.member(member)
