@@ -131,7 +131,7 @@ class Rewriter:
     def _call_module(self, node: fx.Node) -> None:
         name = cast(str, node.target)
         layer = self.modules[name]
-        if isinstance(layer, NOTHING_LAYERS) and len(node.args) == 1:
+        if self._does_nothing(node):
             self.values[node] = self.values[cast(fx.Node, node.args[0])]
         elif OwnedConvolution.fits(layer, self.parts, name):
             self._convolution(node, name, cast(nn.Conv2d, layer))
@@ -168,7 +168,7 @@ class Rewriter:
         following = self._only_user(chain[-1])
         if following is not None and following.target in ADD and len(following.args) == 2 and not following.kwargs:
             other = next((a for a in following.args if a is not chain[-1]), None)
-            value = self.values.get(other) if isinstance(other, fx.Node) else None
+            value = self._known(other)
             if value is not None and value.layout == BLOCKED:
                 chain.append(following)
                 shortcut = value.node
@@ -221,10 +221,18 @@ class Rewriter:
     def _only_user(self, node: fx.Node) -> fx.Node | None:
         return next(iter(node.users)) if len(node.users) == 1 else None
 
+    def _known(self, node: Any) -> Value | None:
+        """Give the value of a node that has been written already, seen through layers that do nothing."""
+        while isinstance(node, fx.Node) and node not in self.values and self._does_nothing(node):
+            node = node.args[0]
+        return self.values.get(node) if isinstance(node, fx.Node) else None
+
+    def _does_nothing(self, node: fx.Node) -> bool:
+        called = node.op == "call_module" and len(node.args) == 1
+        return called and isinstance(self.modules[cast(str, node.target)], NOTHING_LAYERS)
+
     def _skip_nothing(self, chain: list[fx.Node]) -> None:
-        while (following := self._only_user(chain[-1])) is not None and (
-            following.op == "call_module" and isinstance(self.modules[cast(str, following.target)], NOTHING_LAYERS)
-        ):
+        while (following := self._only_user(chain[-1])) is not None and self._does_nothing(following):
             chain.append(following)
 
     def _followed_by_relu(self, node: fx.Node) -> fx.Node:
