@@ -93,13 +93,14 @@ def test_depthwise_convolutions_with_bias_and_kernels_fold_too(granularity: str)
         torch.testing.assert_close(lean, ensemble(networks.images()), atol=1e-4, rtol=1e-3)
 
 
-def test_the_memory_allowed_chooses_the_engine() -> None:
+def test_the_memory_allowed_chooses_the_engine(monkeypatch) -> None:
+    monkeypatch.setenv("PLURES_NATIVE", "0")
     ensemble = trained(networks.resnet(), members=3)
     one = sum(tensor.nbytes for tensor in ensemble.network.state_dict().values())
     assert isinstance(ensemble.engine(memory=3 * one), Unfolded)
     assert isinstance(ensemble.engine(memory=3 * one - 1), Lean)
     assert isinstance(ensemble.engine(), Unfolded)
-    with pytest.raises(PluresError, match="kind='fast'; use one of lean, unfolded"):
+    with pytest.raises(PluresError, match="kind='fast'; use one of owned, unfolded, lean"):
         ensemble.engine("fast")  # type: ignore[arg-type]
     for kind in (None, "lean", "unfolded"):
         with pytest.raises(PluresError, match="no member of this ensemble is trained"):

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
@@ -15,7 +15,7 @@ from plures.ensemble import Ensemble, Loss, Stage, Step, Stored, file_line
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
-from plures.methods.orthogonal_dropout.engines.owned import Owned
+from plures.methods.orthogonal_dropout.engines.owned import Owned, faster_than_unfolded, owned_bytes
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.file import draft_from, expected_bytes, from_tensors, to_tensors
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of, put_on, unmasked
@@ -257,20 +257,32 @@ class OrthogonalDropout(Ensemble):
         return shell(self.network)
 
     def engine(self, kind: Kind | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
-        """Make an engine that predicts faster ("unfolded") or in less memory ("lean") than the ensemble's forward.
+        """Make an engine that predicts faster ("owned", "unfolded") or in less memory ("lean") than the ensemble.
 
+<<<<<<< HEAD
             engine = ensemble.engine("lean")
             engine = ensemble.engine(memory=200_000_000)  # unfolded if its weights fit into that many bytes, else lean
+=======
+            engine = ensemble.engine()          # the fastest that can be had here
+            engine = ensemble.engine("owned")   # all members in one pass over what each of them owns
+            engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into as many bytes
+>>>>>>> d69f26b (Choose the owned engine where it is the faster one; any engine predicts with some of its members)
 
-        With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. Both engines give
-        the same bits, and without `fold` those of the ensemble.
+        With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. The unfolded and
+        the lean engine give the same bits, and without `fold` those of the ensemble. The owned engine takes its sums in
+        another order, and agrees to about 1e-5; it needs the native library, a CPU and float32.
         """
         one_of("kind", kind, (None, *get_args(Kind)))
         ready = self._all_ready()
         if kind is None:
             unfolded = len(ready) * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
-            kind = "unfolded" if memory is None or unfolded <= memory else "lean"
-        return {"owned": Owned, "unfolded": Unfolded, "lean": Lean}[kind](self.split, fold)
+            if (memory is None or owned_bytes(self.split) <= memory) and faster_than_unfolded(self.split):
+                kind = "owned"
+            else:
+                kind = "unfolded" if memory is None or unfolded <= memory else "lean"
+            log.info("engine: %s", kind)
+        engines: dict[str, Callable[[Split, bool], Engine]] = {"owned": Owned, "unfolded": Unfolded, "lean": Lean}
+        return engines[kind](self.split, fold)
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
         values = self.split.member(member)

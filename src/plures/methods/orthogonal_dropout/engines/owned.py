@@ -15,7 +15,11 @@ from plures.methods.orthogonal_dropout.split import Split
 from plures.native.library import load
 from plures.tensors import own_tensors, shell
 
-SAMPLES_AT_ONCE = 16  # their activations, of all members, stay near
+AT_ONCE = 80  # samples times members whose activations stay near
+
+# What all members of a layer cost in dense layers of one network, where the kernels do worst: docs/engines.md tells
+# what was measured. A layer that runs member by member costs as many as there are members.
+COST_OF_KERNELS, COST_OF_BLOCKS, COST_OF_WEIGHTS, COST_OF_LINEAR_WEIGHTS = 2.0, 2.5, 2.5, 4.0
 
 
 class Owned(Engine):
@@ -24,8 +28,8 @@ class Owned(Engine):
         engine = ensemble.engine("owned")
         engine.one_by_one  # layers that the kernels do not know, and that run member by member
 
-    The answers are those of `checkout(member)` to about 1e-5: sums are taken in another order. They do not depend on the
-    number of threads.
+    The answers are those of `checkout(member)` to about 1e-5: sums are taken in another order. They do not depend on
+    the number of threads.
     """
 
     def __init__(self, split: Split, fold: bool = True) -> None:
@@ -45,6 +49,8 @@ class Owned(Engine):
         self.network = rewriter.rewritten()
         self.one_by_one = rewriter.one_by_one
         self._running = parts.running
+        lanes = load().lanes
+        self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self.eval()
 
@@ -57,7 +63,7 @@ class Owned(Engine):
         network = self._network_of(tuple(indices))
         results = []
         for batch in batches:
-            for part in chunks(batch, SAMPLES_AT_ONCE):
+            for part in chunks(batch, self.samples_at_once):
                 given = arguments(part)
                 logits = logits_of(network(*given.args, **given.kwargs))
                 results.append(torch.unflatten(logits, 0, (len(indices), -1)))
@@ -76,6 +82,48 @@ class Owned(Engine):
     def _apply(self, fn: Any, recurse: bool = True) -> "Owned":
         self._of_some.clear()
         return super()._apply(fn, recurse)
+
+
+def faster_than_unfolded(split: Split) -> bool:
+    """Tell whether the owned engine can run here and will be faster than each member as a network of its own.
+
+        faster_than_unfolded(ensemble.split)
+
+    A rule, not a measurement: layers count by their weights.
+    """
+    try:
+        refuse_if_impossible(split)
+        fx.Tracer().trace(shell(split.network))
+    except Exception:  # whatever the network's own code raises
+        return False
+    members, owners = len(split.trained), split.owners()
+    weights, cost = 0, 0.0
+    for name, layer in split.network.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            owner = owners.get(f"{name}.weight")
+            weights += layer.weight.numel()
+            cost += layer.weight.numel() * (members if owner is None else _cost(layer, owner, members))
+    return weights > 0 and cost < members * weights
+
+
+def _cost(layer: nn.Linear | nn.Conv2d, owners: Tensor, members: int) -> float:
+    single = owners.numel() == layer.weight.numel()
+    if isinstance(layer, nn.Linear):
+        return COST_OF_LINEAR_WEIGHTS if single else COST_OF_BLOCKS
+    if layer.groups > 1 or layer.dilation != (1, 1):
+        return members
+    return COST_OF_WEIGHTS if single else COST_OF_KERNELS
+
+
+def owned_bytes(split: Split) -> int:
+    """Count the bytes of the lists that the owned engine holds, and of what is private.
+
+    owned_bytes(ensemble.split)
+    """
+    weights = own_tensors(split.network)
+    lists = sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
+    private = sum(row.nbytes for row in split.private.rows(0).values()) * len(split.trained)
+    return lists + private
 
 
 def refuse_if_impossible(split: Split) -> None:

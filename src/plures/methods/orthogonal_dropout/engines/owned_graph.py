@@ -23,9 +23,9 @@ from plures.methods.orthogonal_dropout.engines.owned_layers import (
 from plures.methods.orthogonal_dropout.roles import Role
 
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"
-RELU = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
-ADD = (operator.add, operator.iadd, torch.add, "add", "add_")
-ELEMENTWISE = (
+RELU: tuple[Any, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+ELEMENTWISE: tuple[Any, ...] = (
     *RELU,
     *ADD,
     operator.mul,

@@ -164,7 +164,7 @@ class OwnedConvolution(_OwnedLayer):
             *self.lists(),
             *(self.kernel, self.stride, self.padding, self.inputs, self.group, self.whole, self.relu and fused),
         )
-        if fused:
+        if shortcut is None or fused:
             return result
         result = result + shortcut  # one that is spread over the map
         return result.relu() if self.relu else result
@@ -333,15 +333,6 @@ def joined(results: list[Any]) -> Any:
     return results[0]
 
 
-def lanes_for(images: int) -> int:
-    """Choose between images and pixels in the vector: half-empty vectors of images are still the faster ones.
-
-    lanes = lanes_for(32)
-    """
-    lanes = load().lanes
-    return lanes if 2 * images > lanes else 1
-
-
 class Apart(list[Any]):
     """What each of the running members has, one after the other.
 
@@ -358,6 +349,7 @@ class Into(nn.Module):
     def __init__(self, layout: str, running: Running, shared: bool = False) -> None:
         super().__init__()
         self.layout, self.running, self.shared = layout, running, shared
+        self.lanes = load().lanes
 
     def forward(self, x: Any, batch: Any = None) -> Any:
         """Convert a value; `batch` is what the network was given, and tells how many samples there are."""
@@ -367,7 +359,8 @@ class Into(nn.Module):
             return x.repeat(members, *[1] * (x.dim() - 1)) if whole else x
         if self.layout == "blocked":
             held = 1 if self.shared else members
-            return operators.block(x, held, lanes_for(len(x) // held))
+            # Vectors that are half full of images are still faster than vectors of pixels.
+            return operators.block(x, held, self.lanes if 2 * (len(x) // held) > self.lanes else 1)
         if self.layout == "plain":
             return operators.unblock(x, len(batch))
         return Apart(x.chunk(members)) if self.layout == "apart" else torch.cat(list(x))

@@ -1,0 +1,193 @@
+"""The owned engine gives the members' own answers, says what it cannot do, and is chosen where it is the faster one."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import networks
+import plures
+from plures import PluresError
+from plures.lab.models import resnet18
+from plures.lab.timing.subjects import VisionTransformer
+from plures.methods.orthogonal_dropout.engines.lean import Lean
+from plures.methods.orthogonal_dropout.engines.owned import Owned
+from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
+from plures.native import library
+
+needs_library = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
+
+
+class Mixed(nn.Module):
+    """Everything that the kernels do not know, between layers that they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.grouped = nn.Conv2d(16, 16, 3, padding=1, groups=2)
+        self.dilated = nn.Conv2d(16, 16, 3, padding=2, dilation=2)
+        self.norm = nn.BatchNorm2d(16)
+        self.pool = nn.MaxPool2d(2)
+        self.scale = nn.Parameter(torch.rand(1, 16, 1, 1) + 0.5)
+        self.squeeze = nn.Conv2d(16, 16, 1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.last = nn.Conv2d(8, 8, (3, 1), (2, 1), (1, 0))
+        self.head = nn.Linear(8, networks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x), inplace=True)
+        x = self.norm(self.grouped(x) + self.dilated(x)) * self.scale
+        x = self.pool(x)
+        gate = torch.sigmoid(self.squeeze(x.mean((2, 3), keepdim=True)))
+        x = self.squeeze(x * gate) + gate
+        x = F.gelu(self.last(self.up(x)))
+        return self.head(x.flatten(2).mean(2))
+
+
+class PreActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(12)
+        self.conv = nn.Conv2d(12, 12, 3, padding=1, bias=False)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(12, networks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.dropout(self.conv(F.relu(self.norm(x))))
+        return self.head(F.relu(x).mean((2, 3)))
+
+
+def vision_transformer() -> nn.Module:
+    return VisionTransformer(width=16, depth=2, heads=2)
+
+
+MAKES = [
+    networks.mlp,
+    networks.resnet,
+    networks.group_norm_resnet,
+    networks.tied,
+    vision_transformer,
+    networks.reproducible(Mixed),
+    networks.reproducible(PreActivation),
+]
+
+
+def pictures(make: object, batch: int) -> Tensor:
+    size = 32 if make is vision_transformer else 16
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(batch))
+
+
+def trained(network: nn.Module, members: int = 3, **options: object) -> plures.OrthogonalDropout:
+    """An ensemble whose norm layers and biases are no longer what they were at the start."""
+    ensemble = plures.OrthogonalDropout(network, members, optimize_masks=False, **options)  # type: ignore[arg-type]
+    random = torch.Generator().manual_seed(1)
+    for stage in ensemble.stages():
+        with torch.no_grad():
+            frozen = {name for name, parameter in stage.network.named_parameters() if not parameter.requires_grad}
+            for name, tensor in (*stage.network.named_parameters(), *stage.network.named_buffers()):
+                if tensor.is_floating_point() and "parametrizations" not in name and name not in frozen:
+                    tensor.add_(torch.rand(tensor.shape, generator=random) * 0.3)
+    return ensemble
+
+
+@needs_library
+@pytest.mark.parametrize("granularity", ["weight", "kernel"])
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_members_are_those_of_checkout(make, granularity) -> None:
+    ensemble = trained(make(), granularity=granularity)
+    engine = ensemble.engine("owned")
+    assert isinstance(engine, Owned)
+    for batch in (1, 7, 9, 20):
+        images = pictures(make, batch)
+        with torch.no_grad():
+            expected = torch.stack([ensemble.checkout(member)(images) for member in range(3)])
+            found = engine(images)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    some = engine.predict(images, members=[2, 0], batch_size=6).members
+    torch.testing.assert_close(some, expected[[2, 0]].softmax(-1), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(ensemble.engine("owned", fold=False)(images), found, rtol=1e-4, atol=1e-4)
+
+
+@needs_library
+def test_engine_says_which_layers_run_member_by_member() -> None:
+    engine = trained(Mixed(), granularity="kernel").engine("owned")
+    assert {"grouped", "dilated", "up"} <= set(engine.one_by_one)
+    assert not {"stem", "squeeze", "last"} & set(engine.one_by_one)
+    assert trained(networks.resnet(), classifier="fixed").engine("owned").one_by_one == []
+
+
+@needs_library
+def test_engine_outlives_the_ensemble_and_can_be_copied_and_compiled() -> None:
+    ensemble = trained(networks.resnet())
+    images = networks.images(9)
+    with torch.no_grad():
+        expected = ensemble(images)
+        engine = ensemble.engine("owned")
+        for parameter in ensemble.parameters():
+            parameter.zero_()
+        torch.testing.assert_close(engine(images), expected, rtol=1e-4, atol=1e-4)
+        assert copy.deepcopy(engine)(images).equal(engine(images))
+        compiled = torch.compile(engine.network, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(images), engine.network(images))
+
+
+@needs_library
+def test_bits_are_the_same_from_run_to_run_and_for_any_number_of_threads() -> None:
+    engine = trained(networks.resnet()).engine("owned")
+    images = networks.images(9)
+    before = torch.get_num_threads()
+    with torch.no_grad():
+        expected = engine(images)
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                assert engine(images).equal(expected)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_some_members_of_every_engine() -> None:
+    ensemble = trained(networks.mlp())
+    images = networks.images(5)
+    whole = ensemble.predict(images).members
+    for kind in ("lean", "unfolded"):
+        engine = ensemble.engine(kind)
+        torch.testing.assert_close(engine.predict(images, members=[2, 1]).members, whole[[2, 1]])
+        for wrong in ([], [3], [0, 0]):
+            with pytest.raises(PluresError, match=r"use some of \[0, 1, 2\]"):
+                engine.predict(images, members=wrong)
+
+
+@needs_library
+def test_what_the_engine_cannot_run_is_refused_with_what_to_do() -> None:
+    with pytest.raises(PluresError, match="torch.fx"):
+        trained(networks.transformer()).engine("owned")
+    with pytest.raises(PluresError, match="float32"):
+        trained(networks.mlp()).double().engine("owned")
+    with pytest.raises(PluresError, match="on the CPU"):
+        trained(networks.mlp()).to("meta").engine("owned")
+
+
+def test_engine_without_library_is_refused_by_name_and_passed_over_otherwise(monkeypatch) -> None:
+    monkeypatch.setenv("PLURES_NATIVE", "0")
+    ensemble = trained(networks.mlp())
+    with pytest.raises(PluresError, match="PLURES_NATIVE=0"):
+        ensemble.engine("owned")
+    assert isinstance(ensemble.engine(), Unfolded)
+
+
+@needs_library
+def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
+    wide = trained(resnet18(classes=4, width=4), members=5, granularity="kernel")
+    assert isinstance(wide.engine(), Owned)
+    assert isinstance(wide.engine(memory=1000), Lean)
+    assert isinstance(wide.engine(memory=10**9), Owned)
+    # Two members of single weights cost about two networks either way.
+    assert isinstance(trained(resnet18(classes=4, width=4), members=2).engine(), Unfolded)
+    # What torch.fx cannot trace.
+    assert isinstance(trained(networks.transformer(), members=5).engine(), Unfolded)
