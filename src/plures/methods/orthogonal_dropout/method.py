@@ -259,14 +259,9 @@ class OrthogonalDropout(Ensemble):
     def engine(self, kind: Kind | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
         """Make an engine that predicts faster ("owned", "unfolded") or in less memory ("lean") than the ensemble.
 
-<<<<<<< HEAD
-            engine = ensemble.engine("lean")
-            engine = ensemble.engine(memory=200_000_000)  # unfolded if its weights fit into that many bytes, else lean
-=======
             engine = ensemble.engine()          # the fastest that can be had here
             engine = ensemble.engine("owned")   # all members in one pass over what each of them owns
             engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into as many bytes
->>>>>>> d69f26b (Choose the owned engine where it is the faster one; any engine predicts with some of its members)
 
         With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. The unfolded and
         the lean engine give the same bits, and without `fold` those of the ensemble. The owned engine takes its sums in
