@@ -191,13 +191,13 @@ def test_damaged_copies_are_refused_or_load_to_the_same_outputs(saved, tmp_path)
 
 
 def rewritten(saved: Path, path: Path, **changes) -> Path:
-    from plures.storage import _digest
+    from plures.files import digest
 
     with safe_open(saved, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         document = json.loads(file.metadata()["plures"].partition(" ")[2])
     text = json.dumps({**document, **changes})
-    save_file(tensors, path, metadata={"plures": f"{_digest(text.encode())} {text}"})
+    save_file(tensors, path, metadata={"plures": f"{digest(text.encode())} {text}"})
     return path
 
 
