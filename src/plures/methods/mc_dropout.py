@@ -68,12 +68,15 @@ class MCDropout(OneStage):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
         self.require_trained()
-        if torch.compiler.is_compiling():  # the compiler has no generator but torch's own
+        if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
+        return self._passes(Arguments(args, kwargs))
+
+    @torch.compiler.disable  # the compiler knows no generator but torch's own
+    def _passes(self, inputs: Arguments) -> Tensor:
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
         random = None if device.type == "meta" else torch.Generator(device).manual_seed(seed_of(self.seed, "passes"))
-        inputs = Arguments(args, kwargs)
 
         def passes(structure: tuple[nn.Module, list[_Hook]]) -> Tensor:
             network, hooks = structure

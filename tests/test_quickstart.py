@@ -1,0 +1,61 @@
+"""The README's quickstart on real digits keeps the promise: what a newcomer copies is better than the plain network."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch.utils.data import DataLoader, TensorDataset
+
+import plures
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    pixels, labels = load_digits(return_X_y=True)
+    parts = train_test_split(pixels / 16, labels, test_size=450, random_state=0, stratify=labels)
+    train_pixels, test_pixels = (torch.tensor(part, dtype=torch.float32) for part in parts[:2])
+    train_labels, test_labels = (torch.tensor(part) for part in parts[2:])
+    return TensorDataset(train_pixels, train_labels), test_pixels, test_labels
+
+
+def loader(data: TensorDataset, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    batches = DataLoader(data, batch_size=128, shuffle=True)
+    return [batch for _ in range(epochs) for batch in batches]
+
+
+def split_nll(digits, epochs: int) -> float:
+    """Run the code of the README as it stands; `epochs` are in its loader."""
+    train, pixels, labels = digits
+    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
+    torch.manual_seed(0)
+    names = {"loader": loader(train, epochs)}
+    exec(compile(code, "README", "exec"), names)
+    return plures.metrics.nll(names["ensemble"].predict(pixels).probabilities, labels)
+
+
+def plain_nll(digits, epochs: int) -> float:
+    train, pixels, labels = digits
+    torch.manual_seed(0)
+    batches = loader(train, epochs)
+    network = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    ensemble = plures.Deterministic(network)
+    for stage in ensemble.stages():
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+        for images, answers in batches:
+            optimizer.zero_grad()
+            stage(images, answers).backward()
+            optimizer.step()
+    return plures.metrics.nll(ensemble.predict(pixels).probabilities, labels)
+
+
+@pytest.mark.parametrize(("epochs", "bar"), [(5, 1.3), (20, 1.0)])
+def test_the_quickstart_is_no_worse_than_the_plain_network_soon_and_better_later(
+    digits, epochs: int, bar: float, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert split_nll(digits, epochs) < bar * plain_nll(digits, epochs)
