@@ -70,9 +70,10 @@ class MCDropout(OneStage):
         self.require_trained()
         if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
-        return self._passes(Arguments(args, kwargs))
+        logits: Tensor = self._passes(Arguments(args, kwargs))
+        return logits
 
-    @torch.compiler.disable  # the compiler knows no generator but torch's own
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own
     def _passes(self, inputs: Arguments) -> Tensor:
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
