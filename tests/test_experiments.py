@@ -423,7 +423,9 @@ def test_targets_share_their_runs() -> None:
         return {job.run for one in TARGETS[target].comparisons("cpu") for job in one.jobs(Path("runs"))}
 
     assert runs("figure1") < runs("table1")
-    assert Path("runs/cifar10-cpu/orthogonal-dropout/seed-0") in runs("table1") & runs("table3") & runs("figure2")
+    paper = Path("runs/cifar10-cpu/orthogonal-dropout-classifier=fixed-granularity=weight/seed-0")
+    assert paper in runs("table1") & runs("table3") & runs("figure2")
+    assert Path("runs/cifar10-cpu/orthogonal-dropout/seed-0") in runs("table1") & runs("table3")
     assert Path("runs/cifar10-cpu/mimo/seed-0") in runs("figure3") & runs("table1")
 
 
@@ -448,18 +450,24 @@ def test_the_paper_has_no_figures_for_other_members_epochs_or_options(finished: 
     _, runs = finished
     row = next(row for row in rows_of([runs]) if row.name == "orthogonal-dropout")
 
-    def paper(epochs: Epochs, members: int, **options: object) -> Published | None:
+    def paper(epochs: Epochs, members: int, made: object = None, **options: object) -> Published | None:
         config = copy.deepcopy(dict(row.runs[0].config))
         config["data"]["name"] = "cifar10"
         config["recipe"]["epochs"] = asdict(epochs)
         config["options"].update(options)
+        config["made"] = made
         return published(Finished(runs, config, {"members": members}))
 
     usual = get_recipe("cifar10").epochs
-    assert paper(usual, 5) == TABLE1["cifar10"]["orthogonal-dropout"]
-    assert paper(usual, 4) is None
-    assert paper(usual.times(2.1), 5) is None
-    assert paper(usual, 5, classifier="split") is None
+    form: dict[str, Any] = {"classifier": "fixed", "granularity": "weight"}
+    made, known = row.runs[0].config["made"], TABLE1["cifar10"]["orthogonal-dropout"]
+    assert paper(usual, 5, **form) == known
+    assert paper(usual, 5, made | {"settings": ["classifier=fixed", "granularity=weight"]}, **form) == known
+    assert paper(usual, 4, **form) is None
+    assert paper(usual.times(2.1), 5, **form) is None
+    assert paper(usual, 5, **form | {"classifier": "split"}) is None
+    assert paper(usual, 5, made | {"settings": ["init=given"]}, **form) is None
+    assert paper(usual, 5, made) is None, "our default is not the paper's form"
 
 
 def test_naming_rows_builds_no_network_and_measuring_one_builds_two(

@@ -14,7 +14,7 @@ from typing import Any
 
 from plures.errors import PluresError
 from plures.lab.methods import short_name
-from plures.lab.paper.published import TABLE1, TABLE2, Published, paper_data, paper_members
+from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
 from plures.lab.recipes import RECIPES
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
@@ -205,14 +205,17 @@ def _data(run: Finished) -> str:
 
 
 def published(run: Finished) -> Published | None:
-    """Find the paper's figures for a run: of the same method with the usual options, on the data that ours come from.
+    """Find the paper's figures for a run: of the same method with the paper's options, on the data that ours come from.
 
     published(run).nll
     """
     wide = "wide_resnet" in run.config["recipe"]["model"]
     found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
     members = paper_members(run.method, wide)
-    if found is None or run.made.settings or run.metrics["members"] != members:
+    form = PAPER_FORM.get(run.method, {})
+    others = [setting for setting in run.made.settings if setting.partition("=")[0] not in form]
+    as_published = not others and all(run.config["options"].get(name) == value for name, value in form.items())
+    if found is None or not as_published or run.metrics["members"] != members:
         return None
     usual = [asdict(recipe.for_method(run.config["method"]).epochs) for recipe in RECIPES.values()]
     return found if run.config["recipe"]["epochs"] in usual else None

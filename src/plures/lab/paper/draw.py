@@ -8,6 +8,7 @@ from plures.lab.compare.rows import Finished, Row
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
 from plures.lab.paper.published import TABLE1, TABLE3, paper_data, paper_members
+from plures.lab.paper.targets import AS_PUBLISHED
 from plures.lab.runs.open import open_run
 
 
@@ -26,7 +27,7 @@ def draw(
 def _bars(comparison: Comparison, rows: Sequence[Row]) -> list[Bars]:
     paper = TABLE3.get(paper_data(comparison.recipe.data), {})
     # The ablation calls the usual form by its parts.
-    full = {"orthogonal-dropout": "orthogonal-dropout + MO + FC"}
+    full = {AS_PUBLISHED.name: "orthogonal-dropout + MO + FC"}
     groups = []
     for row in rows:
         known = paper.get(full.get(row.name, row.name))

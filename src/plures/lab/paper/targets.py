@@ -1,7 +1,7 @@
 """The tables and figures of the paper: which runs each needs, at which scale, and how it is drawn."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from plures.checks import unknown
@@ -15,6 +15,7 @@ from plures.lab.paper.published import (
     MC_DROPOUT_NOTE,
     MIMO_PAPER,
     PAPER,
+    PAPER_FORM,
     TABLE3,
     Published,
     paper_data,
@@ -41,14 +42,19 @@ CIFARS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu
 SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
 
 LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs where a deep ensemble has 200
+FORM = tuple(f"{name}={value}" for name, value in PAPER_FORM["orthogonal-dropout"].items())
+AS_PUBLISHED = Variant("orthogonal-dropout", FORM, label="orthogonal-dropout, as published")
 ABLATION = (
     Variant("mc-dropout"),
     Variant(
-        "orthogonal-dropout", ("optimize-masks=false", "classifier=split"), label="orthogonal-dropout, random masks"
+        "orthogonal-dropout",
+        ("optimize-masks=false", "classifier=split", "granularity=weight"),
+        label="orthogonal-dropout, random masks",
     ),
-    Variant("orthogonal-dropout", ("classifier=split",), label="orthogonal-dropout + MO"),
-    Variant("orthogonal-dropout", label="orthogonal-dropout + MO + FC"),
-    Variant("orthogonal-dropout", ("granularity=kernel",), label="orthogonal-dropout + MO + FC, kernels"),
+    Variant("orthogonal-dropout", ("classifier=split", "granularity=weight"), label="orthogonal-dropout + MO"),
+    replace(AS_PUBLISHED, label="orthogonal-dropout + MO + FC"),
+    Variant("orthogonal-dropout", ("classifier=fixed",), label="orthogonal-dropout + MO + FC, kernels"),
+    Variant("orthogonal-dropout", label="orthogonal-dropout, our default"),
     Variant("deep-ensemble"),
     Variant("deep-ensemble", ("classifier=fixed",), label="deep-ensemble + FC"),
     Variant("deep-ensemble", longer=LONGER, label=f"deep-ensemble, {LONGER:g} x epochs"),
@@ -129,20 +135,21 @@ def member_counts_mimo(recipe: str) -> tuple[Variant, ...]:
 def _with_members(method: str, count: int, recipe: str) -> Variant:
     """Leave the members to the recipe where it has as many: other tables have the same run."""
     usual = Variant(method).recipe(get_recipe(recipe)).members
-    return Variant(method, members=None if count == usual else count, label=f"{method} {count}")
+    form = FORM if method == AS_PUBLISHED.method else ()
+    return Variant(method, form, members=None if count == usual else count, label=f"{method} {count}")
 
 
 def _methods(recipe: str) -> tuple[Variant, ...]:
-    return tuple(Variant(method) for method in LOOKS)
+    return (*map(Variant, LOOKS), AS_PUBLISHED)
 
 
 def _methods_wide(recipe: str) -> tuple[Variant, ...]:
     # A wide network has room for a third image at once: so the MIMO paper uses it.
-    return tuple(Variant(one, members=3) if one == "mimo" else Variant(one) for one in LOOKS)
+    return tuple(replace(one, members=3) if one.method == "mimo" else one for one in _methods(recipe))
 
 
 def _methods_with_members(recipe: str) -> tuple[Variant, ...]:
-    return tuple(Variant(one) for one in LOOKS if one not in ("deterministic", "mc-dropout"))
+    return tuple(one for one in _methods(recipe) if one.method not in ("deterministic", "mc-dropout"))
 
 
 TARGETS = {
