@@ -301,8 +301,8 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
         (["train", "--method", "no_such_module:Best"], "cannot be imported"),
         (["train", "--method", "torch.nn:Linear"], "derived from plures.Ensemble"),
         (["train", "--data", "nowhere/birds"], "nowhere/birds"),
-        (["evaluate", "nowhere"], "nowhere is no run folder"),
-        (["predict", "nowhere", "one.png"], "nowhere is no run folder"),
+        (["evaluate", "nowhere"], "nowhere is not a run folder"),
+        (["predict", "nowhere", "one.png"], "nowhere is not a run folder"),
         (["predict", "nowhere"], "no images to predict"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -346,7 +346,7 @@ def test_an_interrupted_training_says_how_to_go_on(
 
     monkeypatch.setattr("plures.lab.training.train.fit", interrupted)
     assert main(["train", "--run", str(tmp_path / "run"), *SMALL]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
 
 
 def test_members_that_are_given_are_given_even_if_they_are_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +502,7 @@ def test_shift_and_unfamiliar_data(colour_run: Path, capsys: pytest.CaptureFixtu
     assert [row["score"] for row in found["ood"]["scores"]] == ["1 - max p", "entropy", "mutual information"]
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert all(word in table for word in ("calibrated NLL", "under shift", "told apart from digits", "AUROC"))
+    assert all(word in table for word in ("calibrated NLL", "under shift", "recognising digits as unfamiliar", "AUROC"))
 
 
 def test_other_data_of_the_same_name_are_not_measured(

@@ -59,12 +59,15 @@ def _about(text: str) -> list[str]:
     """Give what stands between usage and boxes: text, with the lines of examples as code."""
     before = re.split(r"^╭", text, maxsplit=1, flags=re.MULTILINE)[0]
     paragraphs = [part for part in before.strip().split("\n\n") if not part.startswith("usage:")]
-    return [_fenced(part) if re.search(r"\n  ", part) else part for part in paragraphs]
+    return [_indented(part) if "\n  " in part else part for part in paragraphs]
 
 
-def _fenced(paragraph: str) -> str:
+def _indented(paragraph: str) -> str:
+    """Show commands and columns as code, and other indented lines as text under a title."""
     title, *lines = paragraph.splitlines()
-    return "\n".join([title, "", "```text", *(line.removeprefix("  ") for line in lines), "```"])
+    if any(re.match(r"  (plures|accelerate) |.*\S {2,}\S", line) for line in lines):
+        return "\n".join([title, "", "```text", *(line.removeprefix("  ") for line in lines), "```"])
+    return f"**{title}** {' '.join(line.strip() for line in lines)}"
 
 
 def _cell(text: str) -> str:

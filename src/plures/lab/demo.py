@@ -2,7 +2,7 @@
 
 python -m plures.lab.demo
 
-Everything is kept in runs/demo: started again, it goes on where it stopped.
+Everything is kept in runs/demo: started again, it resumes where it stopped.
 """
 
 import os
@@ -28,7 +28,7 @@ def main() -> int:
         print(f"plures: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("plures: interrupted; the same command goes on after the last finished epoch", file=sys.stderr)
+        print("plures: interrupted; the same command resumes after the last finished epoch", file=sys.stderr)
         return 130
 
 

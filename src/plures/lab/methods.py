@@ -1,4 +1,4 @@
-"""From words on the command line to a method with its options, which its constructor's signature tells.
+"""From words on the command line to a method with its options, which its constructor's signature gives.
 
 This module does not import torch.
 """
@@ -56,7 +56,7 @@ METHOD_NAMES = {kebab(name): name for name in METHODS}
 
 
 def facts(method: str) -> Facts:
-    """Tell what is usual for a method, named as on the command line or by its class; others are refused.
+    """Give what is usual for a method, named as on the command line or by its class; others are refused.
 
     >>> facts("mimo").members, facts("BatchEnsemble").longer
     (2, 2.5)
@@ -68,7 +68,7 @@ def facts(method: str) -> Facts:
 
 
 def is_code(name: str) -> bool:
-    """Tell whether a name of a method or a network stands for code of the user's own.
+    """Say whether a name of a method or a network stands for the user's own code.
 
     >>> is_code("mypackage.networks:small"), is_code("resnet18")
     (True, False)
@@ -158,7 +158,7 @@ def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[st
 
 
 def takes(method: type["Ensemble"], name: str) -> bool:
-    """Tell whether a method's constructor has an argument.
+    """Say whether a method's constructor has an argument.
 
     takes(plures.DeepEnsemble, "members")
     """

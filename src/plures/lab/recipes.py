@@ -63,8 +63,8 @@ class Recipe:
     data: str = "digits"  # a built-in name, a folder with train/CLASS/ and test/CLASS/ of pictures, or a hub id
     size: int | None = None  # pixels per side that the network sees; None: as the images are
     cache_size: int | None = None  # pixels per side that are kept; larger than size leaves room for random crops
-    limit: int | None = None  # take at most so many training images, equally many of each class; None: all
-    validation: float = 0.1  # held out from these: below 1 a fraction, otherwise a number of images
+    limit: int | None = None  # the largest number of training images, equally many of each class; None: all
+    validation: float = 0.1  # held out from these: below 1 a fraction, else a number of images
 
     model: str = "resnet18"  # a built-in name, or module:function with the arguments classes and channels
     width: int | None = None  # channels of the first layer; None: the model's own
@@ -78,7 +78,7 @@ class Recipe:
     momentum: float = 0.9  # of sgd
     nesterov: bool = False  # Nesterov's form of the momentum
     weight_decay: float = 1e-4  # pulls weights to zero
-    schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate, in every stage anew
+    schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate, from its start in every stage
     milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of a stage where "step" multiplies the rate by gamma
     gamma: float = 0.1  # what the rate is multiplied by at a milestone
     warmup: float = 0.0  # epochs in which the rate rises from zero, at the start of every stage
@@ -86,9 +86,9 @@ class Recipe:
     clip: float | None = None  # largest norm of the gradient; None: any
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # mixed precision; auto: bf16 where the device has it
 
-    crop: int = 0  # pad with so many pixels and cut out at random
+    crop: int = 0  # pixels to pad with before a random cut
     flip: bool = False  # mirror half of the images left to right
-    resized_crop: tuple[float, float] | None = None  # resize a random part, of so much to so much of the area
+    resized_crop: tuple[float, float] | None = None  # resize a random part; its smallest and largest share of the area
 
     seed: int = 0  # of all random numbers
 
@@ -130,7 +130,7 @@ class Recipe:
 
 
 def get_recipe(name: str) -> Recipe:
-    """Find a recipe by its name; an unknown one is answered with the nearest.
+    """Find a recipe by its name; an unknown one is refused with the nearest.
 
     recipe = get_recipe("cifar10-cpu")
     """

@@ -1,4 +1,4 @@
-"""Tables for people: what the command line prints when nobody asked for JSON."""
+"""Tables for people: what the command line prints without --json."""
 
 import sys
 from collections import Counter
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a list of recipes needs no torch
     from plures.lab.evaluation.predict import Answer
 
 UNKNOWN = "-"
-WIDE = 400  # where nobody looks at a screen, lines are not broken
+WIDE = 400  # where there is no screen, lines are not broken
 BETWEEN = 3  # spaces between two columns
 SHOWN = 10  # members whose values are listed one by one
 
@@ -52,7 +52,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
     for column in columns:
         made.add_column(column, justify="left" if column in words else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))  # Text: a file called [red].png is no markup
+        made.add_row(*(Text(cell) for cell in row))  # Text: a file called [red].png is not markup
     return made
 
 
@@ -149,7 +149,7 @@ def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
     show(ood_table("svhn", evaluate_ood(ensemble, data, unfamiliar)))
     """
     lines = [[row["score"], percent(row["auroc"]), percent(row["aupr"]), percent(row["fpr95"])] for row in scores]
-    return table(f"told apart from {data}", ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
+    return table(f"recognising {data} as unfamiliar", ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
 
 
 def answers_table(answers: Sequence["Answer"]) -> Table:

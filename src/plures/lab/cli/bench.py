@@ -24,8 +24,8 @@ class Bench:
     How it is measured:
       On a ResNet18, with the cost of every method; --full adds a
       WideResNet28-10 and a transformer of the size of ViT-S. Two things are
-      compared by running them in turn, so that a busy machine slows both; let
-      it be idle all the same.
+      compared by running them in turn, so that a busy machine slows both; an
+      idle one is better all the same.
     """
 
     quick: Switch = False

@@ -27,9 +27,9 @@ class Compare:
       plures compare digits --epochs.train 10 --runs runs/short --on ray
 
     What happens:
-      Runs that are missing are made, finished ones skipped, cut ones resumed,
-      in RUNS/RECIPE/METHOD/seed-N. Each takes one core (or one GPU), several
-      go on at a time. The table goes to RUNS/RECIPE as results.md, results.csv
+      Missing runs are made, finished ones skipped, interrupted ones resumed, in
+      RUNS/RECIPE/METHOD/seed-N. Each takes one core (or one GPU); several are
+      made at a time. The table goes to RUNS/RECIPE as results.md, results.csv
       and results.json. Numbers of the recipe can be overridden as for
       `plures train`; methods that need longer still get longer. The table
       holds the methods of this command; `plures report RUNS/RECIPE` shows all
@@ -39,13 +39,13 @@ class Compare:
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
     """Where all numbers come from, unless given below; `plures recipes` lists them."""
     methods: Annotated[tuple[str, ...], arg(metavar="METHOD[:NAME=VALUE,...]")] = ()
-    """Which methods, each with its options if it needs others than usual; all if none is named."""
+    """Which methods, each with its options where they differ from the usual ones; all if none is named."""
     seeds: Annotated[int, arg(metavar="N")] = 1
-    """Run every method so many times, with the seeds 0, 1, ..."""
+    """How often to run every method, with the seeds 0, 1, ..."""
     runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
     """The folder of all runs."""
     jobs: Annotated[int | None, arg(metavar="N")] = None
-    """How many runs go on at a time; if not given, one per GPU or core."""
+    """How many runs to make at a time; if not given, one per GPU or core."""
     on: Literal["here", "ray"] = "here"
     """Where runs are made: here, or by the workers of a Ray cluster that sees the same folders."""
     data_dir: DataDir = None
@@ -56,7 +56,7 @@ class Compare:
     given: Given = ()
     method: Annotated[str, Suppress] = "deterministic"  # each changes the recipe by itself: here it is as it stands
 
-    after_interrupt: ClassVar[str] = "the same command goes on, and repeats no finished run"
+    after_interrupt: ClassVar[str] = "the same command resumes, and repeats no finished run"
 
     def __call__(self) -> int:
         """Run what is missing, and show the table."""

@@ -19,10 +19,10 @@ class Evaluate:
 
     What is measured:
       The test images; the temperature of the calibrated NLL is fitted on the
-      validation images. --shift spoils the test images by noise, blur and
-      lost contrast, the same way each time. --ood brings other data to the
-      size and colours of the run, and asks whether uncertainty tells them
-      from the run's own. Nothing is written.
+      validation images. --shift corrupts the test images by noise, blur,
+      weather and compression, the same way each time. --ood brings other data
+      to the size and colours of the run, and measures how well uncertainty
+      recognises it as unfamiliar. Nothing is written.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]

@@ -26,7 +26,7 @@ A first try, on embedded data, in about a minute:
   plures evaluate runs/digits-orthogonal-dropout-seed0 --shift
   plures predict runs/digits-orthogonal-dropout-seed0 picture.png
 
-Commands (plures COMMAND --help tells more, with examples):
+Commands (plures COMMAND --help says more, with examples):
 {commands}
 
 Options:
@@ -114,7 +114,7 @@ def _version() -> str:
 
 
 class _Forgiving:
-    """A stream for messages that is never an obstacle: what cannot be written is lost, and the work goes on."""
+    """A stream for messages that is never an obstacle: what cannot be written is lost, and the work continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -140,7 +140,7 @@ def _open_missing_streams() -> None:
 
 
 def _told(error: OSError) -> int:
-    """Say what the system refused; whoever has seen enough of the output, such as head, hears nothing."""
+    """Say what the system refused; stay silent where the reader of the output, such as head, has closed it."""
     if error.filename is not None:
         print(f"plures: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ class Predict:
     How pictures are read:
       They are prepared as the training images were: upright, grey or colour,
       brought to their size and cut to the middle; where the training images
-      needed no such change, it is told. A file that cannot be read is named
+      needed no such change, it is reported. A file that cannot be read is named
       with the reason; the others are predicted, and the exit code is 2.
       Uncertainty is in nats: 0 where all members agree.
     """

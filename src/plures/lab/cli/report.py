@@ -20,8 +20,8 @@ class Report:
       plures report runs/digits/mimo/seed-0 runs/first --out report.html
 
     What the page shows:
-      Tables, calibration, members, doubtful images, mistakes. Folders are run
-      folders or hold them at any depth. Runs that differ in their seed only
+      Tables, calibration, members, uncertain images, mistakes. Folders are run
+      folders, or contain them at any depth. Runs that differ in their seed only
       are one row; details show the first of them. The page needs no network
       and no script, and can be sent to anybody.
     """

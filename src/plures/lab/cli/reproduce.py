@@ -48,7 +48,7 @@ class Reproduce:
     recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE")] = ()
     """Only these of the recipes that the scale has."""
     seeds: Annotated[int | None, arg(metavar="N")] = None
-    """Run every method so many times; if not given, 3 at the scale paper, 1 at cpu, 2 at digits."""
+    """How often to run every method; if not given, 3 at the scale paper, 1 at cpu, 2 at digits."""
     dry_run: Switch = False
     """Only print the plan: runs, epochs, estimated time here, disk."""
     runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
@@ -56,7 +56,7 @@ class Reproduce:
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
     """Where tables and figures are written."""
     jobs: Annotated[int | None, arg(metavar="N")] = None
-    """How many runs go on at a time; if not given, one per GPU or core."""
+    """How many runs to make at a time; if not given, one per GPU or core."""
     on: Literal["here", "ray"] = "here"
     """Where runs are made: here, or by the workers of a Ray cluster that sees the same folders."""
     data_dir: DataDir = None
@@ -64,7 +64,7 @@ class Reproduce:
     json: Switch = False
     """Print the results as JSON."""
 
-    after_interrupt: ClassVar[str] = "the same command goes on, and repeats no finished run"
+    after_interrupt: ClassVar[str] = "the same command resumes, and repeats no finished run"
 
     def __call__(self) -> int:
         """Run what is missing, and write the table or draw the figure."""

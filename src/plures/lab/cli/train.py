@@ -23,7 +23,7 @@ class Train:
 
     Your own pictures:
       plures train cifar10-cpu --data ./birds --size 32 --validation 0.1
-        They lie in birds/train/CLASS/ and birds/test/CLASS/, or in
+        They are in birds/train/CLASS/ and birds/test/CLASS/, or in
         birds/CLASS/ alone: a fifth of each class is then held out to test on.
         The folder may also hold train.parquet and test.parquet, as on the hub.
 
@@ -36,11 +36,11 @@ class Train:
       plures train --method mymethods:TwoHeads
 
     Files in the run folder:
-      config.json           all that decides about the result, and versions
+      config.json           all that decides the result, and versions
       log.jsonl             a record per epoch
       ensemble.safetensors  the trained ensemble
       metrics.json          what was measured on the test images
-        Nothing is lost when the machine stops: the same command goes on after
+        Nothing is lost when the machine stops: the same command resumes after
         the last epoch, and ends with the same bits on the same kind of
         machine.
     """
@@ -51,7 +51,7 @@ class Train:
         "orthogonal-dropout"
     )
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = ()
-    """An option of the method; an unknown name is answered with all that the method has."""
+    """An option of the method; an unknown name is refused with a list of all options."""
     run: Annotated[Path | None, arg(metavar="FOLDER", aliases=["--folder"])] = None
     """The run folder; if not given, runs/RECIPE-METHOD-seedN. With torchrun say --folder: it takes --run for itself."""
     data_dir: DataDir = None
@@ -63,7 +63,7 @@ class Train:
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
     given: Given = ()
 
-    after_interrupt: ClassVar[str] = "the same command goes on after the last finished epoch"
+    after_interrupt: ClassVar[str] = "the same command resumes after the last finished epoch"
 
     def __call__(self) -> int:
         """Train, and show what came out."""

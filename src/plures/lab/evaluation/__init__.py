@@ -1,1 +1,1 @@
-"""Measure an ensemble: at home, under shift, among strangers; and predict picture files."""
+"""Measure an ensemble: on its own data, under shift, on unfamiliar data; and predict picture files."""

@@ -1,4 +1,4 @@
-"""Measure an ensemble on a data set: how good, how sure, how diverse, and what happens away from home."""
+"""Measure an ensemble on a data set: how good, how sure and how diverse, also under shift and on other data."""
 
 import dataclasses
 import math
@@ -63,7 +63,7 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def evaluate_shift(ensemble: Ensemble, data: Data) -> list[dict[str, Any]]:
-    """Measure on test images spoiled by noise, blur, weather and files, weak to strong.
+    """Measure on test images corrupted by noise, blur, weather and files, weak to strong.
 
     [row["accuracy"] for row in evaluate_shift(ensemble, data) if row["corruption"] == "fog"]
     """
@@ -78,7 +78,7 @@ def evaluate_shift(ensemble: Ensemble, data: Data) -> list[dict[str, Any]]:
 
 
 def evaluate_ood(ensemble: Ensemble, data: Data, unfamiliar: Data) -> list[dict[str, Any]]:
-    """Measure how well uncertainty tells the test images of other data from the data's own.
+    """Measure how well uncertainty separates the test images of other data from the data's own.
 
     unfamiliar = open_data("svhn", like=data.info)
     evaluate_ood(ensemble, data, unfamiliar)[0]["auroc"]
@@ -118,7 +118,7 @@ def fastest(ensemble: Ensemble) -> Predictor:
 
 
 def device_of(ensemble: Ensemble) -> torch.device:
-    """Tell where an ensemble's weights are.
+    """Find where an ensemble's weights are.
 
     images.to(device_of(ensemble))
     """
@@ -126,7 +126,7 @@ def device_of(ensemble: Ensemble) -> torch.device:
 
 
 def _inputs(split: Split, spoil: Spoil | None) -> Iterator[Tensor]:
-    """Yield what the network takes, block by block: the middle of the cached images, spoiled or not."""
+    """Yield what the network takes, block by block: the middle of the cached images, corrupted or not."""
     info = split.info
     margin = (info.cache_size - info.size) // 2
     middle = slice(margin, margin + info.size)

@@ -60,7 +60,7 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
 
 
 def predict_files(run: Run, paths: Sequence[Path], abstain_below: float | None) -> Iterator[Answer | Failure]:
-    """Predict every picture, or tell why it cannot be: one bad file does not stop the others.
+    """Predict every picture, or say why it cannot be: one bad file does not stop the others.
 
     for result in predict_files(run, [Path("wren.png")], abstain_below=None): ...
     """

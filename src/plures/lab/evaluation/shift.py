@@ -1,4 +1,4 @@
-"""Spoil images as bad cameras, weather and files do: what `plures evaluate --shift` measures on.
+"""Corrupt images as bad cameras, weather and compression do: what `plures evaluate --shift` measures on.
 
 The common corruptions of Hendrycks and Dietterich (2019), with the constants that they published for images of 32 x 32
 (CIFAR-10-C: ImageNet-C/create_c/make_cifar_c.py of their repository). Here are those that need neither photographs of
@@ -27,7 +27,7 @@ Streams = list[torch.Generator]
 
 @dataclass(frozen=True)
 class Corruption:
-    """One way to spoil an image, at one of five severities.
+    """One way to corrupt an image, at one of five severities.
 
         spoiled = Corruption("fog", severity=3)(images)  # uint8 in, uint8 out
 
@@ -39,7 +39,7 @@ class Corruption:
     severity: int
 
     def __call__(self, images: Tensor, first_row: int = 0) -> Tensor:
-        """Spoil uint8 images [batch, height, width, channels], which are `first_row` and following of their split."""
+        """Corrupt uint8 images [batch, height, width, channels], which are `first_row` and following of their split."""
         spoil, constants = KINDS[self.name]
         streams = [generator(0, "corruption", self.name, first_row + place) for place in range(len(images))]
         spoiled = spoil(images, constants[self.severity - 1], streams)
@@ -57,7 +57,7 @@ def gaussian_noise(images: Tensor, deviation: float, streams: Streams) -> Tensor
 
 
 def shot_noise(images: Tensor, photons: float, streams: Streams) -> Tensor:
-    """Count so many photons per white pixel: the noise of light itself, a Poisson number.
+    """Count that many photons per white pixel: the noise of light itself, a Poisson number.
 
     shot_noise(images, 100, streams)
     """

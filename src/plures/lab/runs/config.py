@@ -22,7 +22,7 @@ from plures.version import __version__
 
 FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
-DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is told, and decides nothing
+DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is for people, and decides nothing
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def environment() -> dict[str, str | None]:
 
 
 def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
-    """Tell the words that a run was made with.
+    """Give the words that a run was made with.
 
         made_of(RunFolder("runs/first").config()).settings
 
     Older versions did not store them: there, the settings are all options that differ from the constructor's defaults.
-    A default of None is left to the network, and such an option is told only where it must be `exact`.
+    A default of None is left to the network, and such an option is named only where it must be `exact`.
     """
     made = config.get("made")
     if made is not None:

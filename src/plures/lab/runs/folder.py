@@ -63,7 +63,7 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Read what the run was made from."""
         if not self._config.is_file():
-            raise PluresError(f"{self.path} is no run folder: it has no config.json")
+            raise PluresError(f"{self.path} is not a run folder: it has no config.json")
         return _read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
 
     def metrics(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class RunFolder:
         return _read_object(self.measured, METRICS, "remove it, and `plures train` makes it again")
 
     def records(self) -> list[dict[str, Any]]:
-        """Read the log: one record per epoch. Lines that are damaged are told, and left out."""
+        """Read the log: one record per epoch. Damaged lines are reported, and left out."""
         found = []
         for number, line in enumerate(self._lines(), start=1):
             record = _json(line)
@@ -115,11 +115,11 @@ class RunFolder:
                 return self._write_config(config)
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise PluresError(
-                f"{self.path} holds a run of another configuration: {'; '.join(differing[:3])}{more}; "
-                "choose another run folder, or the old configuration"
+                f"{self.path} holds a run with other settings: {'; '.join(differing[:3])}{more}; "
+                "choose another run folder, or the old settings"
             )
         if (changed := new_environment(before, config)) and not self.finished:
-            log.warning("the run goes on under another environment, and may differ in bits: %s", "; ".join(changed))
+            log.warning("the run resumes in another environment, and its bits may differ: %s", "; ".join(changed))
         return before
 
     def write(self, path: Path, contents: bytes) -> None:
@@ -139,7 +139,7 @@ class RunFolder:
             return file.tell()
 
     def log_length(self, stages: Collection[str]) -> int:
-        """Tell how many bytes of the log belong to some stages, which come first."""
+        """Count how many bytes of the log belong to some stages, which come first."""
         length = 0
         for line in self._lines():
             record = _json(line)
@@ -175,7 +175,7 @@ def _read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, An
     with _told("read", path):
         found = _json(path.read_bytes())
     if not isinstance(found, dict) or (missing := [key for key in keys if key not in found]):
-        reason = f"it has no {missing[0]}" if isinstance(found, dict) else "it is no JSON object"
+        reason = f"it has no {missing[0]}" if isinstance(found, dict) else "it is not a JSON object"
         raise PluresError(f"{path} is damaged or of another program, {reason}: {advice}")
     return found
 
@@ -194,5 +194,5 @@ def _told(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         raise PluresError(
             f"cannot {action} {path}: {error.strerror or error}; what was saved before is unchanged: "
-            "put it right and start the same command again to go on"
+            "put it right, and the same command resumes"
         ) from error

@@ -15,7 +15,7 @@ from plures.files import digest
 
 
 class Position(NamedTuple):
-    """Where training was: so many stages committed, so many epochs of the next one done.
+    """Where training was: how many stages are committed, and how many epochs of the next one are done.
 
     Position(committed=3, epoch=12, log_length=5120, loss_scale={})
     """
@@ -23,7 +23,7 @@ class Position(NamedTuple):
     committed: int
     epoch: int
     log_length: int  # bytes of the log that belong to it
-    loss_scale: dict[str, float]  # of fp16; empty otherwise
+    loss_scale: dict[str, float]  # of fp16; else empty
 
 
 def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
@@ -66,7 +66,7 @@ def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
         raise damaged("it does not fit the stage")
     with torch.no_grad():
         for name, tensor in current.items():
-            # Copied into the tensors that are there: in another memory format, sums would round otherwise.
+            # Copied into the tensors that are there: in another memory format, sums would round differently.
             tensor.copy_(stored[name])
 
 

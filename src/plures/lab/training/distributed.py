@@ -25,7 +25,7 @@ TRACKED = ("loss", "train_accuracy", "validation_accuracy", "learning_rate", "im
 
 
 class Processes:
-    """All that training must know of its fellow processes; with one process nothing is sent.
+    """All that training must know of the other processes; with one process nothing is sent.
 
     processes = Processes("bf16")
     contents = processes.on_main(path.read_bytes)  # one reads, all get the bytes
@@ -35,7 +35,7 @@ class Processes:
         _refuse_missing(trackers, folder)
         # Accelerate keeps the precision of its first use for the whole process; another run may want another one.
         AcceleratorState._reset_state()
-        # Told so, accelerate also sees the several processes that torchrun started on a machine without a GPU.
+        # With this, accelerate also sees the several processes that torchrun started on a machine without a GPU.
         cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
         alone = not torch.distributed.is_initialized()
         device = PartialState(cpu=cpu).device
@@ -84,12 +84,12 @@ class Processes:
             self.accelerator.log(numbers, step=step)
 
     def loss_scale(self) -> dict[str, float]:
-        """Give the state of the loss scale that fp16 needs; empty otherwise."""
+        """Give the state of the loss scale that fp16 needs; else empty."""
         scaler = self.accelerator.scaler
         return {} if scaler is None else scaler.state_dict()
 
     def set_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Go on with the loss scale that `loss_scale` gave."""
+        """Continue with the loss scale that `loss_scale` gave."""
         if self.accelerator.scaler is not None and state:
             self.accelerator.scaler.load_state_dict(dict(state))
 

@@ -40,11 +40,11 @@ def fit(
         recipe = get_recipe("digits")
         fit(ensemble, open_data("digits"), recipe, run="runs/digits")
 
-    With a `run` folder nothing is lost when the machine dies: the same call goes on after the last epoch and ends with
+    With a `run` folder nothing is lost when the machine stops: the same call resumes after the last epoch and ends with
     the same bits, and a finished run returns at once. What the folder holds replaces what the ensemble holds, which
     must have been made of the same network, by the same method and options. Several processes
     (`accelerate launch`, `torchrun`) share every batch, and one of them writes. `trackers` are those of accelerate.
-    The same bits need the same number of torch's threads: a run goes on with the number that it was begun with. `made`
+    The same bits need the same number of torch's threads: a run resumes with the number that it began with. `made`
     are the words of the command line, for those who read the folder.
     """
     processes = Processes(recipe.precision, trackers, run)
@@ -67,7 +67,7 @@ def fit(
 
 
 def _enter(folder: RunFolder, config: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
-    if not folder.finished:  # to read a finished run, nobody needs to be kept out, and nothing to be written
+    if not folder.finished:  # a finished run is read without a lock, and nothing is written
         stack.enter_context(folder.locked())
     return folder.begin(config)
 
@@ -123,7 +123,7 @@ class _Run:
         done = 0
         if state is not None:
             done = self._restore_stage(loop, state)
-            self.display.say(f"going on with {step.name} after epoch {done} of {loop.epochs}")
+            self.display.say(f"resuming {step.name} after epoch {done} of {loop.epochs}")
         self.display.stage(step, done)
         before = sum(self.recipe.epochs.of(one.phase) for one in self.ensemble.plan() if one.committed)
         for number in range(done + 1, loop.epochs + 1):
@@ -197,7 +197,7 @@ def _threads_of(config: Mapping[str, Any]) -> Iterator[None]:
     if not isinstance(begun, int) or begun < 1 or begun == here:
         yield
         return
-    log.warning("the run was begun with %d threads and goes on with as many, instead of %d", begun, here)
+    log.warning("the run began with %d threads and resumes with as many, instead of %d", begun, here)
     torch.set_num_threads(begun)
     try:
         yield

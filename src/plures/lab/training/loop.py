@@ -56,7 +56,7 @@ class StageLoop:
         started = time.perf_counter()
         loss, accuracy = self._train(number)
         trained = time.perf_counter()
-        # Each process has seen its own images: their mean is what the ensemble shall keep.
+        # Each process has seen its own images: the ensemble keeps their mean.
         self.processes.average(self.stage.buffers())
         validation = self.validate()
         return {
@@ -138,7 +138,7 @@ class StageLoop:
         if not math.isfinite(loss):
             rate = self.optimizer.param_groups[0]["lr"]
             raise PluresError(
-                f"the loss is no number any more in stage '{self.stage.name}', epoch {number}, at the learning rate "
+                f"the loss became NaN or infinite in stage '{self.stage.name}', epoch {number}, at the learning rate "
                 f"{rate:g}; the state before this epoch is kept: train in a new run folder with a lower "
                 "learning rate, a longer warm-up or gradient clipping (clip)"
             )
@@ -162,7 +162,7 @@ class Watched(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
-        if logits.dim() == 2 and targets.dim() == 1:  # anything else is no classification
+        if logits.dim() == 2 and targets.dim() == 1:  # anything else is not a classification
             self.right += (logits.detach().argmax(1) == targets).sum()
             self.seen += len(targets)
         return self.loss(logits, targets)

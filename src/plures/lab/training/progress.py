@@ -73,7 +73,7 @@ class Display(AbstractContextManager["Display"]):
             self.console.print(Text(text), soft_wrap=True)
 
     def stage(self, step: Step, epoch: int) -> None:
-        """Show that a stage goes on at an epoch."""
+        """Show that a stage resumes at an epoch."""
         self.current = step.name
         self.reached[step.name] = epoch
 

@@ -33,14 +33,14 @@ def train(
     data_dir: Path | None = None,
     trackers: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train, or go on with, the run in a folder, and return its metrics.
+    """Train or resume the run in a folder, and return its metrics.
 
         train(get_recipe("digits"), "deep-ensemble", Path("runs/digits"))["nll"]
 
     A finished run is measured once: its metrics stand in metrics.json. Of several processes, only the first measures;
     the others return nothing. The run folder keeps the recipe's name, which decides nothing.
     """
-    method_options(method_class(method), settings)  # complain before data are decoded
+    method_options(method_class(method), settings)  # complain before data is decoded
     data = data_for(recipe, data_dir)
     network = network_for(recipe, len(data.classes), data.channels, data.size)
     ensemble = ensemble_for(recipe, method, settings, network, begun=RunFolder(run))
