@@ -261,7 +261,7 @@ class OrthogonalDropout(Ensemble):
 
             engine = ensemble.engine()          # the fastest that can be had here
             engine = ensemble.engine("owned")   # all members in one pass over what each of them owns
-            engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into as many bytes
+            engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into that many bytes
 
         With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. The unfolded and
         the lean engine give the same bits, and without `fold` those of the ensemble. The owned engine takes its sums in
