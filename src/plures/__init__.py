@@ -19,6 +19,7 @@ from plures.version import __version__
 if TYPE_CHECKING:
     from plures import metrics
     from plures.ensemble import Ensemble, Stage, Step
+    from plures.exporting.export import Exported, export
     from plures.lab.training.fit import fit as fit
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": "plures.methods.orthogonal_dropout.engines.engine",
     "Ensemble": "plures.ensemble",
+    "Exported": "plures.exporting.export",
     "Keep": "plures.methods.orthogonal_dropout.masks",
     "Partition": "plures.methods.orthogonal_dropout.partition",
     "Prediction": "plures.prediction",
@@ -45,6 +47,7 @@ _HOMES = {
     "Stage": "plures.ensemble",
     "Step": "plures.ensemble",
     "TopK": "plures.methods.orthogonal_dropout.masks",
+    "export": "plures.exporting.export",
     "fit": "plures.lab.training.fit",  # needs the extra [lab]
     "load": "plures.storage",
     "roles": "plures.methods.orthogonal_dropout.roles",
@@ -59,6 +62,7 @@ __all__ = [
     "Deterministic",
     "Engine",
     "Ensemble",
+    "Exported",
     "Keep",
     "MCDropout",
     "Masksembles",
@@ -72,6 +76,7 @@ __all__ = [
     "Step",
     "TopK",
     "__version__",
+    "export",
     "load",
     "metrics",
     "roles",

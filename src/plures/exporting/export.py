@@ -1,0 +1,132 @@
+"""Export: one file that answers as `predict` does, without plures and without Python."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from plures.calling import arguments
+from plures.checks import one_of
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
+from plures.exporting.members import OUTPUTS, SplitMembers, members_of, named_tensors
+from plures.exporting.program import program_of, quiet
+from plures.files import replacing
+from plures.version import __version__
+
+Format = Literal["onnx", "pt2"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` has written.
+
+    exported = plures.export(ensemble, "birds.onnx", images)
+    exported.path, exported.bytes, exported.stored
+    """
+
+    path: Path
+    format: Format
+    bytes: int
+    stored: str
+    """How the members' weights stand in the file: what decides about its size."""
+
+
+def export(
+    ensemble: Ensemble,
+    path: str | Path,
+    example_inputs: Any,
+    *,
+    format: Format | None = None,
+    classes: Sequence[str] | None = None,
+    preprocess: nn.Module | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    int8: Any = None,
+) -> Exported:
+    """Write an ensemble as one self-contained file that runs anywhere.
+
+        plures.export(ensemble, "birds.onnx", images[:2], classes=["robin", "wren"])
+
+        session = onnxruntime.InferenceSession("birds.onnx")  # needs neither plures nor torch
+        probabilities, label, confidence, *_ = session.run(None, {"inputs": pixels})
+
+    The file takes what the network takes, for any number of samples: `inputs`, or the names in `example_inputs`. It
+    gives probabilities, label, confidence, total, aleatoric, epistemic and members, as `predict`. The `format` follows
+    from the ending: ".onnx" (extra [export]) or ".pt2", a program for torch.export.load.
+
+    With `preprocess` the file starts with that module: `example_inputs` are then what the module takes, such as uint8
+    pixels. Class names and `metadata` go into the file as JSON. A split ensemble is stored at about the size of one
+    network, since its members are cut out when the file is loaded. With `int8`, a few hundred inputs for calibration,
+    onnxruntime quantises the layers; measure what it costs on data of your own.
+
+    The passes of MC dropout are drawn at export, once for all samples: the file answers the same whenever it is asked.
+    """
+    path = Path(path)
+    chosen = _format(path, format)
+    if int8 is not None and chosen != "onnx":
+        raise PluresError(f"int8 is made by onnxruntime, and {path} is written as {chosen}: use format='onnx'")
+    if not path.parent.is_dir():
+        raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
+    written = _need_onnx(int8 is not None) if chosen == "onnx" else None
+    members = members_of(ensemble)
+    stored = _stored(members, apart=int8 is not None)
+    about = _about(ensemble, stored, classes, metadata)
+    program = program_of(members, example_inputs, preprocess, seed=getattr(ensemble, "seed", 0))
+    if written is None:
+        with replacing(path) as beside, quiet():
+            torch.export.save(program, beside, extra_files=about)
+    else:
+        contents = written.onnx_bytes(program, list(named_tensors(arguments(example_inputs))), about)
+        contents = contents if int8 is None else written.int8_bytes(contents, int8, about)
+        with replacing(path) as beside:
+            beside.write_bytes(contents)
+    return Exported(path, chosen, path.stat().st_size, stored)
+
+
+def _format(path: Path, given: str | None) -> Format:
+    found = given or path.suffix.removeprefix(".")
+    if given is None and found not in get_args(Format):
+        raise PluresError(f"{path} ends neither in .onnx nor in .pt2: name it so, or give the format")
+    one_of("format", found, get_args(Format))
+    return "onnx" if found == "onnx" else "pt2"
+
+
+def _need_onnx(int8: bool) -> Any:
+    """Import what ONNX needs, or say which extra brings it."""
+    try:
+        for name in ("onnx", "onnxscript", *(["onnxruntime"] if int8 else [])):
+            import_module(name)
+    except ModuleNotFoundError as error:
+        raise PluresError(f"writing ONNX needs {error.name}: pip install 'plures[export]'") from error
+    return import_module("plures.exporting.onnxfile")
+
+
+def _stored(members: nn.Module, apart: bool) -> str:
+    if not isinstance(members, SplitMembers):
+        return "one network that all members share"
+    if apart or not members.owners:
+        return f"{members.count} networks"
+    return "one network, with the owners of its weights"
+
+
+def _about(
+    ensemble: Ensemble, stored: str, classes: Sequence[str] | None, metadata: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Give what the file says of itself, as JSON by name."""
+    about: dict[str, Any] = {
+        "plures": {
+            "version": __version__,
+            "method": type(ensemble).__name__,
+            "outputs": list(OUTPUTS),
+            "uncertainty": "nats",
+            "stored": stored,
+        }
+    }
+    if classes is not None:
+        about["classes"] = list(classes)
+    return {name: json.dumps(value) for name, value in {**about, **(metadata or {})}.items()}

@@ -1,0 +1,209 @@
+"""What an exported file computes: from the network's inputs to all members' logits, and from these to the answer."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from plures.calling import Arguments, arguments, logits_of
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
+from plures.tensors import canonical, tensors
+
+Part = Callable[[int], Tensor]  # of a member, by its place among the trained
+OUTPUTS = ("probabilities", "label", "confidence", "total", "aleatoric", "epistemic", "members")
+
+
+class Answer(nn.Module):
+    """Answer as `predict` does: a dict of tensors, named as the fields of a `Prediction`.
+
+        Answer(members, arguments(images))(images)["probabilities"]
+
+    It takes the tensors among the arguments that `like` shows, one by one; the others are fixed. `preprocess` turns
+    what the file is given into what the network takes: pixels into normalised images.
+    """
+
+    def __init__(self, members: nn.Module, like: Arguments, preprocess: nn.Module | None = None) -> None:
+        super().__init__()
+        self.members = members
+        self.preprocess = preprocess
+        self.like = like
+        self.eval()
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """Return all outputs by name."""
+        given = filled(self.like, tensors)
+        if self.preprocess is not None:
+            given = arguments(self.preprocess(*given.args, **given.kwargs))
+        members = self.members(*given.args, **given.kwargs).float().softmax(-1)
+        probabilities = members.mean(0)
+        confidence, label = probabilities.max(-1)
+        total, aleatoric = _entropy(probabilities), _entropy(members).mean(0)
+        epistemic = (total - aleatoric).clamp_min(0)
+        values = (probabilities, label, confidence, total, aleatoric, epistemic, members)
+        return dict(zip(OUTPUTS, values, strict=True))
+
+
+def named_tensors(given: Arguments) -> dict[str, Tensor]:
+    """Name the tensors among a network's arguments: `inputs`, `inputs_1`, ... by position, others by their own name.
+
+    >>> list(named_tensors(arguments({"pixel_values": torch.zeros(1)})))
+    ['pixel_values']
+    """
+    places = [f"inputs_{place}" if place else "inputs" for place in range(len(given.args))]
+    named = dict(zip(places, given.args, strict=True)) | given.kwargs
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def filled(like: Arguments, values: Sequence[Tensor]) -> Arguments:
+    """Put other tensors into the place of those among some arguments, in the order of `named_tensors`.
+
+    filled(arguments(images), [pixels])
+    """
+    rest = iter(values)
+    args = tuple(next(rest) if isinstance(value, Tensor) else value for value in like.args)
+    kwargs = {name: next(rest) if isinstance(value, Tensor) else value for name, value in like.kwargs.items()}
+    return Arguments(args, kwargs)
+
+
+class SplitMembers(nn.Module):
+    """Run each member as a network of its own; what members share, and weights that each own a part of, stand once.
+
+        SplitMembers(ensemble)(images)  # [members, batch, classes]
+
+    A split weight is kept whole, with its owners packed; each member's part is cut out of it by operations that a
+    runtime folds when it loads the file.
+    """
+
+    def __init__(self, ensemble: Any) -> None:
+        super().__init__()
+        trained: list[int] = ensemble.trained
+        if not trained:
+            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        self.count = len(trained)
+        networks = [ensemble.checkout(member) for member in trained]
+        self._first_names = canonical(networks[0])
+        states = [tensors(network) for network in networks]
+        owners = getattr(ensemble, "owners", {})
+        self.owners = bool(owners)
+        self._kept: dict[str, nn.Module] = {}
+        for number, name in enumerate(dict.fromkeys(self._first_names.values())):
+            values = [state[name] for state in states]
+            if name in owners:
+                kept: nn.Module = _Split(values, owners[name], trained)
+            elif all(torch.equal(values[0], other) for other in values[1:]):
+                kept = _Stacked(values[:1])
+            else:
+                kept = _Stacked(values)
+            self._kept[name] = kept
+            self.add_module(f"kept_{number}", kept)
+        # Only the code of the network is run: its own tensors would go into the file as well.
+        self._network = (networks[0].to("meta"),)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        (network,) = self._network
+        parts = {name: kept() for name, kept in self._kept.items()}
+        logits = []
+        for index in range(self.count):
+            named = {name: parts[first](index) for name, first in self._first_names.items()}
+            logits.append(logits_of(functional_call(network, named, args, kwargs, tie_weights=False, strict=True)))
+        return torch.stack(logits)
+
+
+class _Stacked(nn.Module):
+    """A tensor of each member, or one of all."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        for index, value in enumerate(values):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+        self.count = len(values)
+
+    def forward(self) -> Part:
+        return lambda index: getattr(self, f"value_{index if self.count > 1 else 0}")
+
+
+class _Split(nn.Module):
+    """A weight that every member owns a part of."""
+
+    weight: Tensor
+    packed: Tensor
+
+    def __init__(self, parts: list[Tensor], owners: Tensor, trained: list[int]) -> None:
+        super().__init__()
+        # Members are disjoint, so their sum is exact; what belongs to no trained member becomes 0.
+        self.register_buffer("weight", torch.stack([part.detach() for part in parts]).sum(0))
+        nobody = len(trained)
+        rank = torch.full((256,), nobody, dtype=torch.int64)
+        rank[trained] = torch.arange(nobody)
+        digits = rank[owners.cpu().long()]
+        self.base = int(digits.max()) + 1
+        self.shape = owners.shape
+        self.register_buffer("packed", pack_bytes(digits, self.base).to(self.weight.device))
+
+    def forward(self) -> Part:
+        owners = unpack_bytes(self.packed, self.base, math.prod(self.shape)).reshape(self.shape)
+        return lambda index: torch.where(owners == index, self.weight, 0.0)
+
+
+def pack_bytes(digits: Tensor, base: int) -> Tensor:
+    """Pack small integers into bytes, as digits of a base: numbers so small that every runtime divides them exactly.
+
+    >>> pack_bytes(torch.tensor([4, 0, 1, 2]), base=5)
+    tensor([29,  2], dtype=torch.uint8)
+    """
+    powers = _powers(base)
+    flat = digits.reshape(-1).long()
+    padded = torch.cat([flat, flat.new_zeros(-len(flat) % len(powers))]).reshape(-1, len(powers))
+    return (padded * powers).sum(1).to(torch.uint8)
+
+
+def unpack_bytes(packed: Tensor, base: int, count: int) -> Tensor:
+    """Read `count` digits back, by division and remainder.
+
+    >>> unpack_bytes(torch.tensor([29, 2], dtype=torch.uint8), base=5, count=4)
+    tensor([4, 0, 1, 2], dtype=torch.int32)
+    """
+    powers = _powers(base).int().to(packed.device)
+    return packed.int().unsqueeze(1).floor_divide(powers).remainder(max(base, 2)).reshape(-1)[:count]
+
+
+def _powers(base: int) -> Tensor:
+    base = max(base, 2)
+    return base ** torch.tensor([power for power in range(8) if base ** (power + 1) <= 256])
+
+
+class DrawnPasses(nn.Module):
+    """Run the passes of MC dropout one by one; their masks are drawn when the program is made.
+
+    DrawnPasses(ensemble)(images)
+    """
+
+    def __init__(self, ensemble: Any) -> None:
+        super().__init__()
+        ensemble.require_trained()
+        self.network = ensemble.network
+        self.passes = ensemble.passes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all passes, [passes, batch, classes]."""
+        return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
+
+
+def members_of(ensemble: Ensemble) -> nn.Module:
+    """Choose what computes an ensemble's logits in a file: small where members share, its own forward elsewhere.
+
+    members_of(ensemble)(images)  # [members, batch, classes]
+    """
+    if hasattr(ensemble, "trained"):
+        return SplitMembers(ensemble)
+    return DrawnPasses(ensemble) if hasattr(ensemble, "passes") else ensemble
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    tiny = torch.finfo(torch.float32).tiny
+    return (probabilities * -probabilities.clamp_min(tiny).log()).sum(-1).clamp_min(0)

@@ -1,0 +1,121 @@
+"""Trace an ensemble: from Python to a program of operators that knows nothing of plures."""
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from plures.calling import Arguments, arguments
+from plures.errors import PluresError
+from plures.exporting.members import Answer, filled, named_tensors
+from plures.exporting.trouble import untraceable
+from plures.seeding import generator
+
+_DROPOUTS = (torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default)
+
+
+def program_of(
+    members: nn.Module, example_inputs: Any, preprocess: nn.Module | None = None, seed: int = 0
+) -> ExportedProgram:
+    """Trace what an ensemble answers, for any number of samples.
+
+        program_of(members_of(ensemble), images).module()(images)["probabilities"]
+
+    The first axis of every tensor that is as long as the first one's is the batch.
+    """
+    given = _with_two_samples(arguments(example_inputs))
+    tensors = list(named_tensors(given).values())
+    answer = Answer(members, given, preprocess)
+    batch = Dim("batch", min=1)
+    axes = tuple({0: batch} if _batched(tensor, tensors) else {} for tensor in tensors)
+    with quiet(), _plain_attention(), torch.no_grad():
+        program = _trace(answer, tuple(tensors), (axes,))
+        drawn = _with_drawn_masks(program.module(), seed)
+        return program if drawn is None else _trace(drawn, tuple(tensors), axes)
+
+
+def _trace(answer: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, ...]) -> ExportedProgram:
+    failures = []
+    # Running the code is quicker; reading it gets along with more, such as len(x) where x is a batch of any length.
+    for strict in (False, True):
+        try:
+            return torch.export.export(answer, tensors, dynamic_shapes=axes, strict=strict)
+        except Exception as error:  # tracing runs the network's own code, which may raise anything
+            failures.append(error)
+    raise untraceable(answer, tensors, failures) from failures[0]
+
+
+def _with_two_samples(given: Arguments) -> Arguments:
+    """Repeat a single sample: torch takes an axis of length one for one that always is."""
+    tensors = list(named_tensors(given).values())
+    if not tensors or not tensors[0].dim() or not len(tensors[0]):
+        raise PluresError("example_inputs hold no batch: give what ensemble.predict takes, with at least one sample")
+    if len(tensors[0]) > 1:
+        return given
+    doubled = [torch.cat([tensor, tensor]) if _batched(tensor, tensors) else tensor for tensor in tensors]
+    return filled(given, doubled)
+
+
+def _batched(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return bool(tensor.dim()) and len(tensor) == len(tensors[0])
+
+
+def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | None:
+    """Let every dropout that is on drop the same entries of every sample, whenever the program runs.
+
+    A file has no random numbers that follow from a seed: each pass of MC dropout becomes a fixed member. None is
+    returned where nothing is random.
+    """
+    graph, random = module.graph, generator(seed, "exported passes")
+    dropouts = [node for node in graph.nodes if node.target in _DROPOUTS and node.args[2]]
+    for number, node in enumerate(dropouts):
+        inputs, rate = node.args[:2]
+        shape = [int(length) for length in inputs.meta["val"].shape[1:]]
+        if node.target is torch.ops.aten.feature_dropout.default:
+            shape[1:] = [1] * (len(shape) - 1)
+        name = f"drawn_mask_{number}"
+        module.register_buffer(name, torch.rand([1, *shape], generator=random) >= rate)
+        with graph.inserting_before(node):
+            scaled = graph.call_function(torch.ops.aten.div.Tensor, (inputs, 1 - rate))
+            nothing = graph.call_function(torch.ops.aten.zeros_like.default, (scaled,))
+            kept = graph.call_function(torch.ops.aten.where.self, (graph.get_attr(name), scaled, nothing))
+        node.replace_all_uses_with(kept)
+        graph.erase_node(node)
+    module.recompile()
+    return module if dropouts else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep exporters from printing, logging and warning: what goes wrong is told by one error.
+
+    with quiet(): torch.export.export(network, (images,))
+    """
+    loggers = [logging.getLogger(name) for name in ("torch", "torch.__trace", "onnxscript", "onnx_ir", "onnxruntime")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL + 1)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Let torch's own transformer layers run step by step: their fused operator exists in torch alone."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
