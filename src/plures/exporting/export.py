@@ -1,7 +1,7 @@
 """Export: one file that answers as `predict` does, without plures and without Python."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,9 +24,9 @@ Format = Literal["onnx", "pt2"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` has written.
+    """Tell what `export` has written.
 
-    exported = plures.export(ensemble, "birds.onnx", images)
+    exported = plures.export(ensemble, "birds.pt2", images)
     exported.path, exported.bytes, exported.stored
     """
 
@@ -50,10 +50,11 @@ def export(
 ) -> Exported:
     """Write an ensemble as one self-contained file that runs anywhere.
 
-        plures.export(ensemble, "birds.onnx", images[:2], classes=["robin", "wren"])
+        plures.export(ensemble, "birds.onnx", images)
 
-        session = onnxruntime.InferenceSession("birds.onnx")  # needs neither plures nor torch
-        probabilities, label, confidence, *_ = session.run(None, {"inputs": pixels})
+        import onnxruntime  # the file needs neither plures nor torch
+        session = onnxruntime.InferenceSession("birds.onnx")
+        probabilities, label, confidence, *_ = session.run(None, {"inputs": images.numpy()})
 
     The file takes what the network takes, for any number of samples: `inputs`, or the names in `example_inputs`. It
     gives probabilities, label, confidence, total, aleatoric, epistemic and members, as `predict`. The `format` follows

@@ -30,9 +30,8 @@ def untraceable(answer: nn.Module, tensors: Sequence[Tensor], failures: Sequence
         with watch:
             torch.export.export(answer, tuple(tensors), strict=False)
     except Exception as error:  # the one we look for, or another one of the same place
-        return PluresError(
-            f"cannot export the network: {watch.operator} in {watch.module} cannot be traced ({_brief(error)}); {ADVICE}"
-        )
+        where = f"{watch.operator} in {watch.module}"
+        return PluresError(f"cannot export the network: {where} cannot be traced ({_brief(error)}); {ADVICE}")
     return PluresError(
         f"cannot export the network: its code fixes the number of samples ({_brief(failures[-1])}); {ADVICE}"
     )
@@ -76,13 +75,13 @@ class _Watch(TorchFunctionMode):
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._name(module))),
             register_module_forward_hook(lambda *_: self._leave()),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
