@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,14 @@ def test_the_code_runs(page, names, monkeypatch) -> None:
     if page == "README.md":
         images, labels = torch.randn(16, 64), torch.arange(16) % 10
         names = {"loader": [(images, labels)] * 2}
-    if "pretrained" in page:
+    if "pretrained" in page or "other-loops" in page:
         transformers = pytest.importorskip("transformers")
         shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         small = transformers.ViTConfig(**shape, image_size=8, patch_size=4, num_labels=10)
         made = transformers.ViTForImageClassification(small)
+        made.save_pretrained("my-model")
+        warnings.simplefilter("ignore")  # trainers warn of what they do themselves
+    if "pretrained" in page:
         monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", lambda *a, **k: made)
     short = dataclasses.replace(recipes.get_recipe("digits"), epochs=recipes.Epochs(1, 1, 1, 1), limit=200)
     monkeypatch.setitem(recipes.RECIPES, "digits", short)

@@ -17,7 +17,7 @@ from plures.exporting.members import Answer, filled, named_tensors
 from plures.exporting.trouble import untraceable
 from plures.seeding import generator
 
-_DROPOUTS = (torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default)
+_DRAWS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
 
 
 def program_of(
@@ -73,22 +73,20 @@ def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | Non
     returned where nothing is random.
     """
     graph, random = module.graph, generator(seed, "exported passes")
-    dropouts = [node for node in graph.nodes if node.target in _DROPOUTS and node.args[2]]
-    for number, node in enumerate(dropouts):
-        inputs, rate = node.args[:2]
-        shape = [int(length) for length in inputs.meta["val"].shape[1:]]
-        if node.target is torch.ops.aten.feature_dropout.default:
-            shape[1:] = [1] * (len(shape) - 1)
+    draws = [node for node in graph.nodes if node.target in _DRAWS]
+    for number, node in enumerate(draws):
+        like, chance = node.args
+        shape = [int(length) for length in like.meta["val"].shape[1:]]
         name = f"drawn_mask_{number}"
-        module.register_buffer(name, torch.rand([1, *shape], generator=random) >= rate)
+        module.register_buffer(name, torch.rand([1, *shape], generator=random) < chance)
         with graph.inserting_before(node):
-            scaled = graph.call_function(torch.ops.aten.div.Tensor, (inputs, 1 - rate))
-            nothing = graph.call_function(torch.ops.aten.zeros_like.default, (scaled,))
-            kept = graph.call_function(torch.ops.aten.where.self, (graph.get_attr(name), scaled, nothing))
+            one = graph.call_function(torch.ops.aten.ones_like.default, (like,))
+            zero = graph.call_function(torch.ops.aten.zeros_like.default, (like,))
+            kept = graph.call_function(torch.ops.aten.where.self, (graph.get_attr(name), one, zero))
         node.replace_all_uses_with(kept)
         graph.erase_node(node)
     module.recompile()
-    return module if dropouts else None
+    return module if draws else None
 
 
 @contextmanager

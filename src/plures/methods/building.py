@@ -237,7 +237,7 @@ def rehearse(network: nn.Module, tiled: nn.Module, members: int, explain: str) -
     """
     plain, tiled = _shadow(network).eval(), _shadow(tiled).eval()
     for shape in dict.fromkeys(_likely_inputs(network)):
-        x = torch.zeros(3, *shape, device="meta")
+        x = torch.zeros(3, *shape, device="meta", dtype=next(iter(layers_of(network).values())).weight.dtype)
         try:
             with torch.no_grad():
                 expected = logits_of(plain(x)).shape

@@ -1,0 +1,56 @@
+"""The command `plures serve`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from tyro.conf import Positional, arg
+
+from plures.errors import PluresError
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Answer for a finished run over HTTP, with a page to try it on.
+
+    Examples:
+      plures serve runs/birds
+      plures serve runs/birds --host 0.0.0.0 --port 8080 --queue 1000
+      curl -F files=@wren.jpg http://127.0.0.1:8000/predict
+
+    POST /predict takes pictures (a form with files, or JSON with base64) and answers as `plures predict --json`. GET /
+    is the page, /docs describes the paths, /health and /metrics (Prometheus) are for machines. Pictures of requests
+    that come at the same time are predicted together. Ctrl-C or SIGTERM lets running requests end.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """The run folder that `plures train` wrote."""
+    host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1"
+    """Where to listen; 0.0.0.0 is open to the network."""
+    port: Annotated[int, arg(metavar="N")] = 8000
+    """The port to listen on."""
+    max_bytes: Annotated[int, arg(metavar="N")] = 16 * 2**20
+    """Refuse longer requests (413)."""
+    max_pixels: Annotated[int, arg(metavar="N")] = 40_000_000
+    """Refuse pictures with more pixels (413)."""
+    max_pictures: Annotated[int, arg(metavar="N")] = 64
+    """Refuse requests with more pictures (413)."""
+    queue: Annotated[int, arg(metavar="N")] = 512
+    """Refuse while so many pictures wait (503)."""
+    batch: Annotated[int, arg(metavar="N")] = 64
+    """Predict at most so many pictures at once."""
+    wait: Annotated[float, arg(metavar="SECONDS")] = 0.004
+    """How long a picture waits for others to be predicted with it."""
+
+    after_interrupt: ClassVar[str] = "the server has ended"
+
+    def __call__(self) -> int:
+        """Serve until told to end."""
+        try:
+            from plures.lab.serving.limits import Limits
+            from plures.lab.serving.serve import serve
+        except ModuleNotFoundError as error:
+            raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
+        limits = Limits(self.max_bytes, self.max_pixels, self.max_pictures, self.queue, self.batch, self.wait)
+        serve(self.run, self.host, self.port, limits)
+        return 0

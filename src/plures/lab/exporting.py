@@ -1,0 +1,105 @@
+"""Export a finished run: what `plures export` does."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plures.exporting.export import Format, export
+from plures.lab.data import DataInfo, Split
+from plures.lab.runs.open import Run, open_run
+
+CALIBRATION = 256  # pictures that show the ranges of int8
+BATCH = 256
+
+
+class Normalise(nn.Module):
+    """Do as a module what `DataInfo.normalise` does: uint8 pixels in, the network's input out.
+
+    Normalise(run.info)(pixels)
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, info: DataInfo) -> None:
+        super().__init__()
+        mean, std = torch.tensor(info.mean, dtype=torch.float64), torch.tensor(info.std, dtype=torch.float64)
+        self.register_buffer("scale", (1 / (255 * std)).float())
+        self.register_buffer("shift", (-mean / std).float())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Turn [batch, height, width, channels] into [batch, channels, height, width]."""
+        return (pixels.float() * self.scale + self.shift).permute(0, 3, 1, 2)
+
+
+def export_run(
+    folder: Path, path: Path, format: Format | None = None, *, int8: bool = False, data_dir: Path | None = None
+) -> dict[str, Any]:
+    """Write a run as one file, and say what was written, as JSON values.
+
+    export_run(Path("runs/birds"), Path("birds.onnx"))["bytes"]
+    """
+    run = open_run(folder)
+    info = run.info
+    data = run.data(data_dir) if int8 else None
+    example = torch.zeros(2, info.size, info.size, info.channels, dtype=torch.uint8)
+    written = export(
+        run.ensemble.cpu(),
+        path,
+        example,
+        format=format,
+        classes=list(info.classes),
+        preprocess=Normalise(info),
+        metadata=about(run),
+        int8=None if data is None else _pixels(data.validation if len(data.validation) else data.train, CALIBRATION),
+    )
+    found = {"file": str(path), "format": written.format, "bytes": written.bytes, "stored": written.stored}
+    if data is None:
+        return found
+    return found | _accuracies(run, path, data.test)
+
+
+def about(run: Run) -> dict[str, Any]:
+    """Give what a file says of its preprocessing and of where it comes from.
+
+    about(run)["preprocessing"]["mean"]
+    """
+    info = run.info
+    return {
+        "preprocessing": {
+            "input": "uint8 pixels [batch, height, width, channels], normalised inside the file",
+            "size": info.size,
+            "resize": f"shorter side to {info.cache_size} (bicubic), middle {info.size} x {info.size} kept",
+            "channels": info.channels,
+            "mean": list(info.mean),
+            "std": list(info.std),
+        },
+        "provenance": {
+            "method": run.method,
+            "recipe": run.recipe.as_json(),
+            "data": info.name,
+            "fingerprint": run.fingerprint,
+        },
+    }
+
+
+def _pixels(split: Split, most: int | None = None) -> Tensor:
+    """Give the middle of the cached pictures, as the network sees them."""
+    margin = (split.info.cache_size - split.info.size) // 2
+    middle = slice(margin, margin + split.info.size)
+    return torch.from_numpy(split.pixels[split.rows[:most]])[:, middle, middle].contiguous()
+
+
+def _accuracies(run: Run, path: Path, split: Split) -> dict[str, Any]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    pixels, labels = _pixels(split), torch.from_numpy(split.labels)
+    labelled = [
+        torch.from_numpy(session.run(["label"], {"inputs": part.numpy()})[0]) for part in torch.split(pixels, BATCH)
+    ]
+    plain = [run.ensemble.predict(run.info.normalise(part)).label for part in torch.split(pixels, BATCH)]
+    exact, small = ((torch.cat(found) == labels).double().mean().item() for found in (plain, labelled))
+    return {"images": len(labels), "accuracy": exact, "int8_accuracy": small}

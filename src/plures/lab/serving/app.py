@@ -1,0 +1,183 @@
+"""The paths of the server."""
+
+import asyncio
+import html
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from starlette.requests import ClientDisconnect
+
+from plures.errors import PluresError
+from plures.lab.serving.batching import Batcher
+from plures.lab.serving.counters import Counters
+from plures.lab.serving.limits import Limits, Refused
+from plures.lab.serving.model import Model, Row
+from plures.lab.serving.requests import Asked, prepare, read_request
+from plures.version import __version__
+
+DECODERS = 2  # pictures decoded at once: each may take hundreds of megabytes for a moment
+# The page is whole in itself; nothing else may be loaded, whatever a file name or class name says.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src blob: data:"
+)
+BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "files": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                        "abstain_below": {"type": "number", "minimum": 0, "maximum": 1},
+                    },
+                }
+            },
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["images"],
+                    "properties": {
+                        "images": {"type": "array", "items": {"type": "string", "format": "byte"}},
+                        "abstain_below": {"type": "number", "minimum": 0, "maximum": 1},
+                    },
+                }
+            },
+        },
+    },
+    "responses": {
+        str(status): {"description": text}
+        for status, text in {
+            408: "the request took too long to arrive",
+            413: "too many bytes, pixels or pictures",
+            415: "neither a form nor JSON",
+            422: "a picture, the form or the JSON cannot be read; readable pictures are answered all the same",
+            503: "too many pictures are waiting",
+        }.items()
+    },
+}
+
+
+def make_app(model: Model, limits: Limits) -> FastAPI:
+    """Make the application that answers for a model.
+
+    uvicorn.run(make_app(Model(Path("runs/birds")), Limits()))
+    """
+    counters = Counters()
+    batcher: Batcher[Any, Row] = Batcher(model.answer_many, limits, counters.batches.add)
+    decoders = ThreadPoolExecutor(DECODERS, "plures-decoder")
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        batcher.start()
+        yield
+        await batcher.stop()
+        decoders.shutdown()
+
+    app = FastAPI(title="plures", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+
+    @app.middleware("http")
+    async def watch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        started = time.perf_counter()
+        try:
+            response = await answer(request)
+        except ClientDisconnect:
+            response = Response(status_code=400)
+        known = {"/", "/predict", "/health", "/metrics", "/docs", "/openapi.json"}
+        path = request.url.path if request.url.path in known else "other"
+        counters.answered(path, response.status_code, time.perf_counter() - started)
+        response.headers["Content-Security-Policy"] = POLICY
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
+
+    @app.exception_handler(Refused)
+    async def refuse(_request: Request, refused: Refused) -> JSONResponse:
+        more = {"Retry-After": "1"} if refused.status == 503 else {}
+        return JSONResponse({"detail": refused.sentence}, refused.status, more)
+
+    @app.post("/predict", openapi_extra=BODY)
+    async def predict(request: Request) -> Response:
+        """Predict one or many pictures: label, confidence, uncertainty in nats, and each member's vote."""
+        asked = await read_request(request, limits)
+        found, failed, status = await _pictures(asked, model, limits, decoders)
+        rows = await batcher.ask([pixels for _, pixels in found])
+        answers = [model.as_json(name, row, asked.abstain_below) for (name, _), row in zip(found, rows, strict=True)]
+        counters.abstained += sum(answer["label"] is None for answer in answers)
+        body: dict[str, Any] = {"predictions": answers, "failed": failed}
+        if failed:
+            body["detail"] = failed[0]["error"]
+        return JSONResponse(body, status)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Tell that the server answers, and what it serves."""
+        classes = list(model.info.classes)
+        return {"status": "ok", "method": model.run.method, "data": model.info.name, "classes": classes}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        """Give counters for Prometheus."""
+        text = counters.text({"plures_queue_pictures": batcher.waiting})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> str:
+        return _file("page.html").replace("{{title}}", html.escape(f"{model.info.name}: {model.run.method}"))
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> str:
+        return reference(app.openapi())
+
+    return app
+
+
+async def _pictures(
+    asked: Asked, model: Model, limits: Limits, decoders: ThreadPoolExecutor
+) -> tuple[list[tuple[str, Any]], list[dict[str, str]], int]:
+    """Decode all pictures of a request; those that cannot be are told with the reason."""
+    loop = asyncio.get_running_loop()
+    jobs = [loop.run_in_executor(decoders, prepare, picture, model.info, limits) for picture in asked.pictures]
+    outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+    found, failed, status = [], [], 200
+    for picture, outcome in zip(asked.pictures, outcomes, strict=True):
+        if isinstance(outcome, PluresError):
+            failed.append({"file": picture.name, "error": str(outcome)})
+            status = 413 if "too large" in str(outcome) else 422
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            found.append((picture.name, outcome))
+    return found, failed, status
+
+
+def reference(schema: dict[str, Any]) -> str:
+    """Show an OpenAPI description as one page that loads nothing.
+
+    reference(app.openapi())
+    """
+    parts = []
+    for path, methods in schema["paths"].items():
+        for method, about in methods.items():
+            bodies = about.get("requestBody", {}).get("content", {})
+            fields = [
+                f"<li><code>{html.escape(kind)}</code>: {html.escape(', '.join(body['schema']['properties']))}</li>"
+                for kind, body in bodies.items()
+            ]
+            answers = [
+                f"<li><code>{status}</code> {html.escape(answer['description'])}</li>"
+                for status, answer in about["responses"].items()
+            ]
+            title = f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
+            text = f"<p>{html.escape(about.get('description', ''))}</p>"
+            parts.append(f"{title}{text}<ul>{''.join(fields)}</ul><h3>Answers</h3><ul>{''.join(answers)}</ul>")
+    return _file("docs.html").replace("{{paths}}", "\n".join(parts))
+
+
+def _file(name: str) -> str:
+    return files("plures.lab.serving").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,45 @@
+"""Train stages with Lightning. Needs the package lightning."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning import LightningModule
+from torch import Tensor
+
+from plures.ensemble import Stage
+
+
+class StageModule(LightningModule):
+    """Show a stage to a `lightning.Trainer` as a module.
+
+        def optimizer(stage):
+            return torch.optim.AdamW(stage.parameter_groups(weight_decay=1e-4), lr=1e-3)
+
+        for stage in ensemble.stages():
+            Trainer(max_epochs=20).fit(StageModule(stage, optimizer), loader)
+
+    Batches are pairs of inputs and targets. `optimizer` makes what `configure_optimizers` may return: an optimizer, or
+    a dict with a schedule. Every step logs `train_loss`, and validation batches `validation_loss`, for callbacks.
+    `fit(..., ckpt_path=...)` goes on with the stage from a checkpoint.
+    """
+
+    def __init__(self, stage: Stage, optimizer: Callable[[Stage], Any]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.make_optimizer = optimizer
+
+    def training_step(self, batch: Any, _index: int) -> Tensor:
+        """Return the loss of a batch."""
+        inputs, targets = batch
+        loss: Tensor = self.stage(inputs, targets)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, _index: int) -> None:
+        """Log the loss of a batch that is not trained on."""
+        inputs, targets = batch
+        self.log("validation_loss", self.stage(inputs, targets), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        """Make the optimizer of the stage."""
+        return self.make_optimizer(self.stage)

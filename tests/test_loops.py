@@ -1,0 +1,153 @@
+"""Stages trained in other people's loops come out as those of `plures.fit`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import plures
+from plures.lab.data import open_data
+from plures.lab.recipes import Epochs, get_recipe
+
+EPOCHS = 4
+BATCH = 64
+RATE = 5e-3
+
+# Trainers warn of what they are given and of what they use themselves; a library cannot change that.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield open_data("digits", validation=0.1)
+
+
+def inputs_and_labels(data, split):
+    return data.info.normalise(torch.from_numpy(split.images)).contiguous(), torch.from_numpy(split.labels)
+
+
+@pytest.fixture(scope="module")
+def digits(data):
+    return TensorDataset(*inputs_and_labels(data, data.train))
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(64, 64)
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.out(self.hidden(x.flatten(1)).relu())
+
+
+def network():
+    torch.manual_seed(0)
+    return Network()
+
+
+def ensemble():
+    return plures.OrthogonalDropout(network(), members=2)
+
+
+def optimizer(stage):
+    return torch.optim.AdamW(stage.parameter_groups(weight_decay=1e-4), lr=RATE)
+
+
+def accuracy(trained, data):
+    assert all(step.committed for step in trained.plan())
+    images, labels = inputs_and_labels(data, data.test)
+    return (trained.predict(images).label == labels).float().mean().item()
+
+
+@pytest.fixture(scope="module")
+def usual(data):
+    epochs = Epochs(EPOCHS, EPOCHS, EPOCHS, EPOCHS)
+    recipe = replace(get_recipe("digits"), epochs=epochs, batch_size=BATCH, optimizer="adamw", learning_rate=RATE)
+    return accuracy(plures.fit(ensemble(), data, recipe, quiet=True), data)
+
+
+def test_accelerate(data, digits, usual):
+    from accelerate import Accelerator
+
+    accelerator, trained = Accelerator(cpu=True), ensemble()
+    for stage in trained.stages():
+        batches = DataLoader(digits, BATCH, shuffle=True)
+        model, stepper, batches = accelerator.prepare(stage, optimizer(stage), batches)
+        for _ in range(EPOCHS):
+            for inputs, targets in batches:
+                accelerator.backward(model(inputs, targets))
+                stepper.step()
+                stepper.zero_grad()
+    assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
+
+
+def test_hugging_face_trainer(data, digits, usual, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from plures.loops.hugging_face import StageModel
+
+    rows = [{"x": image, "labels": label} for image, label in digits]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, learning_rate=RATE, use_cpu=True,
+        remove_unused_columns=False, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trained = ensemble()
+    for stage in trained.stages():
+        transformers.Trainer(StageModel(stage), settings, train_dataset=rows).train()
+    assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
+
+
+def lightning_trainer(folder, epochs=EPOCHS, **more):
+    lightning = pytest.importorskip("lightning")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return lightning.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **more)
+
+
+def test_lightning(data, digits, usual, tmp_path):
+    pytest.importorskip("lightning")
+    from plures.loops.lightning import StageModule
+
+    trained = ensemble()
+    for stage in trained.stages():
+        trainer = lightning_trainer(tmp_path, enable_checkpointing=False)
+        trainer.fit(StageModule(stage, optimizer), DataLoader(digits, BATCH, shuffle=True))
+    assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
+
+
+def test_lightning_goes_on_from_a_checkpoint_with_the_same_bits(digits, tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from plures.loops.lightning import StageModule
+
+    class Losses(lightning.Callback):
+        seen: list[float]
+
+        def __init__(self):
+            self.seen = []
+
+        def on_train_epoch_end(self, trainer, module):
+            self.seen.append(float(trainer.callback_metrics["validation_loss"]))
+
+    def trained(epochs, callback=None, checkpoint=None):
+        stage = next(iter(ensemble().stages()))
+        few = DataLoader(TensorDataset(*digits[:128]), 32)
+        trainer = lightning_trainer(
+            tmp_path, epochs, callbacks=[callback] if callback else None, enable_checkpointing=False
+        )
+        # Our own file: Lightning would unpickle its hyperparameters, of which there are none.
+        options = {"weights_only": True} if checkpoint else {}
+        trainer.fit(StageModule(stage, optimizer), few, few, ckpt_path=checkpoint, **options)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return stage.state_dict()
+
+    losses = Losses()
+    whole = trained(3, losses)
+    assert len(losses.seen) == 3
+    assert losses.seen[-1] < losses.seen[0]
+    trained(1)
+    resumed = trained(3, checkpoint=tmp_path / "1.ckpt")
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
