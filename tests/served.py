@@ -17,6 +17,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
+from plures.lab.runs.open import open_run
 from plures.lab.serving.app import make_app
 from plures.lab.serving.limits import Limits
 from plures.lab.serving.model import Model
@@ -29,7 +30,7 @@ def serving(folder: Path, limits: Limits) -> Iterator[int]:
     """Serve a run in a thread, and give the port."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(make_app(Model(folder), limits), log_level="critical"))
+        server = uvicorn.Server(uvicorn.Config(make_app(Model(open_run(folder)), limits), log_level="critical"))
         started = threading.Event()
         startup = server.startup
 

@@ -1,8 +1,10 @@
 """An exported file answers as `predict`, for every method, from one file at any batch, without torch."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,6 +177,7 @@ def test_the_file_says_what_it_is_and_nothing_of_this_machine(from_pixels):
 
 WITHOUT_TORCH = """
 import sys
+from pathlib import Path
 sys.modules["torch"] = sys.modules["plures"] = None  # an import of either fails
 import numpy, onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1])
@@ -259,3 +262,34 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(plures.PluresError, match=r"pip install 'plures\[export\]'"):
         plures.export(ensemble, tmp_path / "e.onnx", images(2))
     assert not list(tmp_path.iterdir())
+
+
+# --- the command
+
+
+def test_a_run_becomes_a_file_that_takes_pixels(tmp_path, capsys):
+    from plures.lab.cli.main import main
+    from plures.lab.runs.open import open_run
+
+    folder = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
+    assert main(["export", str(folder), str(tmp_path / "digits.onnx"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == (tmp_path / "digits.onnx").stat().st_size
+    opened = open_run(folder)
+    pixels = torch.randint(0, 256, (5, 8, 8, 1), dtype=torch.uint8)
+    (outputs,) = run(tmp_path / "digits.onnx", [pixels])
+    expected = opened.ensemble.predict(opened.info.normalise(pixels))
+    np.testing.assert_allclose(outputs["members"], expected.members, atol=1e-5)
+    about = {entry.key: json.loads(entry.value) for entry in onnx.load(tmp_path / "digits.onnx").metadata_props}
+    assert about["classes"] == list(opened.info.classes)
+    assert about["preprocessing"]["mean"] == list(opened.info.mean)
+    assert about["provenance"]["fingerprint"] == opened.fingerprint
+
+
+def test_int8_tells_the_accuracy_that_it_costs(tmp_path, capsys, monkeypatch):
+    from plures.lab.cli.main import main
+
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    folder = Path(__file__).parent / "data/v0.1/runs/deep-ensemble"
+    assert main(["export", str(folder), str(tmp_path / "digits.onnx"), "--int8"]) == 0
+    assert re.search(r"accuracy on \d+ test images: [\d.]+ % in float32, [\d.]+ % in int8", capsys.readouterr().out)

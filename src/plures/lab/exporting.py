@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plures.exporting.export import Format, export
 from plures.lab.data import DataInfo, Split
-from plures.lab.runs.open import Run, open_run
+from plures.lab.runs.open import Run
 
 CALIBRATION = 256  # pictures that show the ranges of int8
 BATCH = 256
@@ -35,13 +35,12 @@ class Normalise(nn.Module):
 
 
 def export_run(
-    folder: Path, path: Path, format: Format | None = None, *, int8: bool = False, data_dir: Path | None = None
+    run: Run, path: Path, format: Format | None = None, *, int8: bool = False, data_dir: Path | None = None
 ) -> dict[str, Any]:
     """Write a run as one file, and say what was written, as JSON values.
 
-    export_run(Path("runs/birds"), Path("birds.onnx"))["bytes"]
+    export_run(open_run("runs/birds"), Path("birds.onnx"))["bytes"]
     """
-    run = open_run(folder)
     info = run.info
     data = run.data(data_dir) if int8 else None
     example = torch.zeros(2, info.size, info.size, info.channels, dtype=torch.uint8)

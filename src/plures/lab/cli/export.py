@@ -1,4 +1,4 @@
-"""The command `plures export`."""
+"""plures export: a finished run as one file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,20 @@ from plures.lab.cli.shared import DataDir, Switch, print_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a finished run as one file that runs without plures: pixels in, answers out.
+    """Write a run as one file that needs no plures: ONNX, pt2.
 
     Examples:
       plures export runs/birds birds.onnx
       plures export runs/birds birds.pt2
       plures export runs/birds birds-int8.onnx --int8 --data-dir data
 
-    The file takes uint8 pixels [pictures, height, width, channels], of the size that the network sees, and normalises
-    them itself. It gives probabilities, label, confidence, total, aleatoric, epistemic and members. Class names,
-    preprocessing and where it comes from are in its metadata. With --int8 validation images show the ranges, and the
-    accuracy that is lost is measured on the test images.
+    What the file does:
+      It takes uint8 pixels [pictures, height, width, channels] of the size that
+      the network sees and normalises them. It gives probabilities, label,
+      confidence, total, aleatoric, epistemic and members. Class names,
+      preprocessing and origin stand in its metadata. With --int8 validation
+      images show the ranges, and the accuracy that is lost is measured on the
+      test images.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -34,6 +37,8 @@ class Export:
     """Quantise the layers to int8 by onnxruntime, and measure what that costs."""
     data_dir: DataDir = None
     """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    trust_code: Switch = False
+    """Run the code that a folder of somebody else names as its network or method."""
     json: Switch = False
     """Print JSON."""
 
@@ -42,8 +47,10 @@ class Export:
     def __call__(self) -> int:
         """Export, and say what was written."""
         from plures.lab.exporting import export_run
+        from plures.lab.runs.open import open_run
 
-        found: dict[str, Any] = export_run(self.run, self.file, self.format, int8=self.int8, data_dir=self.data_dir)
+        run = open_run(self.run, trust_code=self.trust_code)
+        found: dict[str, Any] = export_run(run, self.file, self.format, int8=self.int8, data_dir=self.data_dir)
         if self.json:
             print_json(found)
             return 0

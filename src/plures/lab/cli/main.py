@@ -92,13 +92,15 @@ def commands() -> dict[str, type[Any]]:
     from plures.lab.cli.bench import Bench
     from plures.lab.cli.compare import Compare
     from plures.lab.cli.evaluate import Evaluate
+    from plures.lab.cli.export import Export
     from plures.lab.cli.predict import Predict
     from plures.lab.cli.recipes import Recipes
     from plures.lab.cli.report import Report
     from plures.lab.cli.reproduce import Reproduce
+    from plures.lab.cli.serve import Serve
     from plures.lab.cli.train import Train
 
-    every = (Train, Evaluate, Predict, Compare, Reproduce, Report, Recipes, Bench)
+    every = (Train, Evaluate, Predict, Export, Serve, Compare, Reproduce, Report, Recipes, Bench)
     return {command.__name__.lower(): command for command in every}
 
 

@@ -1,4 +1,4 @@
-"""The command `plures serve`."""
+"""plures serve: a finished run behind HTTP."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,20 +7,24 @@ from typing import Annotated, ClassVar
 from tyro.conf import Positional, arg
 
 from plures.errors import PluresError
+from plures.lab.cli.shared import Switch
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Answer for a finished run over HTTP, with a page to try it on.
+    """Answer for a run over HTTP, with a page to try it on.
 
     Examples:
       plures serve runs/birds
       plures serve runs/birds --host 0.0.0.0 --port 8080 --queue 1000
       curl -F files=@wren.jpg http://127.0.0.1:8000/predict
 
-    POST /predict takes pictures (a form with files, or JSON with base64) and answers as `plures predict --json`. GET /
-    is the page, /docs describes the paths, /health and /metrics (Prometheus) are for machines. Pictures of requests
-    that come at the same time are predicted together. Ctrl-C or SIGTERM lets running requests end.
+    What it answers:
+      POST /predict takes pictures (a form with files, or JSON with base64) and
+      answers as `plures predict --json`. GET / is the page, /docs describes the
+      paths, /health and /metrics (Prometheus) are for machines. Pictures of
+      requests that come at the same time are predicted together. Ctrl-C or
+      SIGTERM lets running requests end.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -41,6 +45,8 @@ class Serve:
     """Predict at most so many pictures at once."""
     wait: Annotated[float, arg(metavar="SECONDS")] = 0.004
     """How long a picture waits for others to be predicted with it."""
+    trust_code: Switch = False
+    """Run the code that a folder of somebody else names as its network or method."""
 
     after_interrupt: ClassVar[str] = "the server has ended"
 
@@ -52,5 +58,7 @@ class Serve:
         except ModuleNotFoundError as error:
             raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
         limits = Limits(self.max_bytes, self.max_pixels, self.max_pictures, self.queue, self.batch, self.wait)
-        serve(self.run, self.host, self.port, limits)
+        from plures.lab.runs.open import open_run
+
+        serve(open_run(self.run, trust_code=self.trust_code), self.host, self.port, limits)
         return 0

@@ -67,7 +67,7 @@ BODY = {
 def make_app(model: Model, limits: Limits) -> FastAPI:
     """Make the application that answers for a model.
 
-    uvicorn.run(make_app(Model(Path("runs/birds")), Limits()))
+    uvicorn.run(make_app(Model(open_run("runs/birds")), Limits()))
     """
     counters = Counters()
     batcher: Batcher[Any, Row] = Batcher(model.answer_many, limits, counters.batches.add)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from plures.lab.evaluation.predict import Answer
-from plures.lab.runs.open import open_run
+from plures.lab.runs.open import Run
 
 
 @dataclass(frozen=True)
@@ -25,16 +24,16 @@ class Row:
 
 
 class Model:
-    """Load a finished run and answer batches of prepared pictures.
+    """Answer batches of prepared pictures with a finished run.
 
-    model = Model(Path("runs/birds"))
+    model = Model(open_run("runs/birds"))
     model.answer_many([pixels])[0].confidence
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.run = open_run(folder)
-        self.info = self.run.info
-        ensemble: Any = self.run.ensemble
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.info = run.info
+        ensemble: Any = run.ensemble
         self.device = next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
         # A split ensemble chooses the engine that is the fastest here; the other methods run as they are.
         self.predictor = ensemble.engine() if hasattr(ensemble, "engine") else ensemble

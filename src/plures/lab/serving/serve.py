@@ -1,11 +1,11 @@
 """Run the server: what `plures serve` does."""
 
 import sys
-from pathlib import Path
 
 import uvicorn
 
 from plures.errors import PluresError
+from plures.lab.runs.open import Run
 from plures.lab.serving.app import make_app
 from plures.lab.serving.limits import Limits
 from plures.lab.serving.model import Model
@@ -14,13 +14,13 @@ MOST_CONNECTIONS = 128
 SECONDS_TO_END = 30  # that requests have to end when the server is stopped
 
 
-def server_for(folder: Path, host: str, port: int, limits: Limits) -> uvicorn.Server:
-    """Load a run and make its server, not started yet.
+def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server:
+    """Make the server of a run, not started yet.
 
-    server_for(Path("runs/birds"), "127.0.0.1", 8000, Limits()).run()
+    server_for(open_run("runs/birds"), "127.0.0.1", 8000, Limits()).run()
     """
     config = uvicorn.Config(
-        make_app(Model(folder), limits),
+        make_app(Model(run), limits),
         host=host,
         port=port,
         log_level="warning",
@@ -32,13 +32,13 @@ def server_for(folder: Path, host: str, port: int, limits: Limits) -> uvicorn.Se
     return uvicorn.Server(config)
 
 
-def serve(folder: Path, host: str, port: int, limits: Limits) -> None:
+def serve(run: Run, host: str, port: int, limits: Limits) -> None:
     """Serve a run until SIGINT or SIGTERM; requests that are under way are answered first.
 
-    serve(Path("runs/birds"), "127.0.0.1", 8000, Limits())
+    serve(open_run("runs/birds"), "127.0.0.1", 8000, Limits())
     """
-    server = server_for(folder, host, port, limits)
-    print(f"http://{host}:{port} answers for {folder}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    server = server_for(run, host, port, limits)
+    print(f"http://{host}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:
         server.run()
     except SystemExit as ended:  # uvicorn's way to say that the port is taken
