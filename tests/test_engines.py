@@ -7,7 +7,7 @@ from torch import nn
 import networks
 import plures
 from plures import PluresError
-from plures.methods.orthogonal_dropout.engines.folding import foldable
+from plures.methods.orthogonal_dropout.engines.engine import foldable
 from plures.methods.orthogonal_dropout.engines.lean import Lean, PackedOwners
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.masks import owned_part

@@ -11,7 +11,7 @@ import torch
 
 from plures import PluresError
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
-from plures.lab.training.schedule import learning_rate
+from plures.lab.training.loop import learning_rate
 
 PAPER = ["cifar10", "cifar100", "cub200", "tiny-imagenet"]
 

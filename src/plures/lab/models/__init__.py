@@ -1,7 +1,6 @@
 """Network architectures, as plain functions that return modules."""
 
-from plures.lab.models.build import build
-from plures.lab.models.mlp import mlp
+from plures.lab.models.build import build, mlp
 from plures.lab.models.resnet import resnet8, resnet18, resnet20, resnet50
 from plures.lab.models.wide_resnet import wide_resnet, wide_resnet28_10
 

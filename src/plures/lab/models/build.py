@@ -1,4 +1,4 @@
-"""Make a network from the name of a function."""
+"""Make a network from the name of a function; the perceptron, which is the smallest that can be split."""
 
 import inspect
 from collections.abc import Callable
@@ -8,9 +8,26 @@ from torch import nn
 from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.methods import imported, is_code
-from plures.lab.models.mlp import mlp
-from plures.lab.models.resnet import resnet8, resnet18, resnet20, resnet50
+from plures.lab.models.resnet import check_sizes, resnet8, resnet18, resnet20, resnet50
 from plures.lab.models.wide_resnet import wide_resnet, wide_resnet10_2, wide_resnet28_10
+
+
+def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
+    """Make `depth` hidden layers of `width` units for images of size x size pixels.
+
+    network = mlp(classes=10, channels=1, size=8)
+    """
+    check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
+    layers: list[nn.Module] = [nn.Flatten()]
+    inputs = channels * size * size
+    for _ in range(depth):
+        hidden = nn.Linear(inputs, width)
+        nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
+        nn.init.zeros_(hidden.bias)
+        layers += [hidden, nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, classes))
+
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     function.__name__: function

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from plures.errors import PluresError
-from plures.lab.models.blocks import Stem, check_sizes, kaiming_init, stem_layers
+from plures.lab.models.resnet import Stem, check_sizes, kaiming_init, stem_layers
 
 
 class PreActivationBlock(nn.Module):

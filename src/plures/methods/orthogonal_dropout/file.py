@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.partition import FREE
+from plures.methods.orthogonal_dropout.partition import FREE, Split, refilled
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.methods.orthogonal_dropout.split import Split, refilled
 from plures.tensors import overwrite, own_tensors
 
 

@@ -19,11 +19,9 @@ from plures.methods.orthogonal_dropout.engines.owned import Owned, faster_than_u
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.file import draft_from, expected_bytes, from_tensors, to_tensors
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of, put_on, unmasked
-from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private
-from plures.methods.orthogonal_dropout.phases import Finetune, Phase, Pretrain, Prune, Train
-from plures.methods.orthogonal_dropout.progress import Progress
+from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled
+from plures.methods.orthogonal_dropout.phases import Finetune, Phase, Pretrain, Progress, Prune, Train
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, resolve_roles
-from plures.methods.orthogonal_dropout.split import Split, refilled
 from plures.tensors import Moments, canonical, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]

@@ -8,11 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from plures.calling import call_with, logits_of
-from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable, remove_norms
+from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms, foldable, remove_norms
 from plures.methods.orthogonal_dropout.masks import cut, plain, put_on
-from plures.methods.orthogonal_dropout.partition import Private
-from plures.methods.orthogonal_dropout.split import Split
+from plures.methods.orthogonal_dropout.partition import Private, Split
 from plures.tensors import inner_names, places, shell
 
 

@@ -7,11 +7,10 @@ from torch import Tensor, fx, nn
 
 from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable
+from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms, foldable
 from plures.methods.orthogonal_dropout.engines.owned_graph import Rewriter
 from plures.methods.orthogonal_dropout.engines.owned_layers import Parts
-from plures.methods.orthogonal_dropout.split import Split
+from plures.methods.orthogonal_dropout.partition import Split
 from plures.native.library import load
 from plures.tensors import own_tensors, shell
 

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import owned_part
+from plures.methods.orthogonal_dropout.partition import Split
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.methods.orthogonal_dropout.split import Split
 from plures.native import operators
 from plures.native.library import load
 from plures.native.lists import Lists, block_lists, kernel_lists

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from plures.calling import call, logits_of
-from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable, remove_norms
-from plures.methods.orthogonal_dropout.split import Split
+from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms, foldable, remove_norms
+from plures.methods.orthogonal_dropout.partition import Split
 from plures.tensors import overwrite, own_tensors
 
 
