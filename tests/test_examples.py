@@ -36,9 +36,10 @@ def test_every_example_is_python(source) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT / "src")))
-def test_what_stands_second_is_an_example_or_a_sentence(source) -> None:
+def test_a_summary_comes_first_and_then_an_example_or_a_sentence(source) -> None:
     """An example with a typing error would pass for text."""
     for name, text in docstrings(source):
+        assert blocks(text)[0].kind == "text", f"the docstring of {name} does not start with a summary"
         second = blocks(text)[1:2]
         if second and second[0].kind == "text":
             assert second[0].text.endswith((".", ":")) or "\n" in second[0].text, f"{name}: {second[0].text}"

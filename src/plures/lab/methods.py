@@ -43,11 +43,10 @@ UNUSUAL = {"batch-ensemble": Facts(longer=2.5), "masksembles": Facts(longer=2.5)
 
 
 def kebab(name: str) -> str:
-    """
+    """Write a Python name as a command line does.
+
     >>> kebab("MCDropout")
     'mc-dropout'
-
-    Write a Python name as a command line does.
     """
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower().replace("_", "-")
 

@@ -57,31 +57,28 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def percent(value: float | None) -> str:
-    """
+    """Write a fraction for people.
+
     >>> percent(0.9512)
     '95.1 %'
-
-    Write a fraction for people.
     """
     return UNKNOWN if value is None else f"{100 * value:.1f} %"
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """
+    """Write a number for people.
+
     >>> figure(0.15678)
     '0.157'
-
-    Write a number for people.
     """
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
 def roughly(seconds: float | None) -> str:
-    """
+    """Write an estimated time span for people.
+
     >>> roughly(4000)
     '1.1 hours'
-
-    Write an estimated time span for people.
     """
     if seconds is None:
         return UNKNOWN
