@@ -95,7 +95,7 @@ def trained(network: nn.Module, members: int = 3, **options: object) -> plures.O
 
 
 @needs_library
-@pytest.mark.parametrize("granularity", ["weight", "kernel"])
+@pytest.mark.parametrize("granularity", ["weight", "kernel", "block"])
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 def test_members_are_those_of_checkout(make, granularity) -> None:
     ensemble = trained(make(), granularity=granularity)
@@ -111,6 +111,28 @@ def test_members_are_those_of_checkout(make, granularity) -> None:
     torch.testing.assert_close(some, expected[[2, 0]].softmax(-1), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(ensemble.engine("owned", fold=False)(images), found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [networks.mlp, networks.reproducible(Mixed)], ids=["mlp", "mixed"])
+def test_blocks_train_prune_save_and_load(make, tmp_path) -> None:
+    ensemble = plures.OrthogonalDropout(make(), 3, granularity="block")
+    for stage in ensemble.stages():
+        optimizer = torch.optim.SGD([one for one in stage.parameters() if one.requires_grad], lr=0.1)
+        stage(networks.images(), networks.labels()).backward()
+        optimizer.step()
+    for name, owners in ensemble.owners.items():
+        weight = ensemble.network.get_parameter(name)
+        if weight[0, 0].numel() == 1:
+            assert owners.shape[:2] == (-(-len(weight) // 8), weight.shape[1]), name
+        counts = owners.flatten().bincount(minlength=3)
+        assert int(counts.max() - counts.min()) <= 1
+    plures.save(ensemble, tmp_path / "blocks.safetensors")
+    loaded = plures.load(tmp_path / "blocks.safetensors", make)
+    images = networks.images(5)
+    with torch.no_grad():
+        expected = torch.stack([ensemble.checkout(member)(images) for member in range(3)])
+        assert loaded(images).equal(expected)
+        torch.testing.assert_close(loaded.engine("lean")(images), expected)
 
 
 @needs_library
@@ -191,3 +213,21 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
     assert isinstance(trained(resnet18(classes=4, width=4), members=2).engine(), Unfolded)
     # What torch.fx cannot trace.
     assert isinstance(trained(networks.transformer(), members=5).engine(), Unfolded)
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, None])
+def test_the_benchmark_measures_the_engine(threads) -> None:
+    from plures.lab.models import resnet8
+    from plures.lab.timing.owned import growth_ratio, held_ratio, owned_ratio
+    from plures.lab.timing.subjects import CLASSES, Subject
+
+    small = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
+    found = [
+        owned_ratio(small, "kernel", 2, batch=2, rounds=1, bar=1e9, threads=threads),
+        growth_ratio(small, batch=2, rounds=1, threads=threads),
+        held_ratio(small, "weight", bar=2.2),
+    ]
+    assert all(0 < one.value < 1e9 for one in found)
+    assert found[0].met
+    assert library.load().instructions in found[0].setting

@@ -19,7 +19,6 @@ class Lists(NamedTuple):
         lists.values  # [kernels, taps], or [weights, 1]
 
     `starts`, [members, lists + 1], says where each list begins and the last one ends, `places` what its entries are
-    `starts`, [members, lists + 1], says where each list begins and the last one ends, `places` what its entries are
     multiplied with, `values` by what. `group` inputs are processed at a time, so that they stay in the cache.
     """
 

@@ -11,6 +11,7 @@ from plures import files
 from plures.lab.timing.costs import MethodCost, method_costs
 from plures.lab.timing.machine import machine
 from plures.lab.timing.measure import LeftOut, Ratio
+from plures.lab.timing.owned import owned_ratios
 from plures.lab.timing.size import file_ratios, memory_ratios
 from plures.lab.timing.speed import (
     affordable_ratios,
@@ -45,6 +46,7 @@ def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
     yield from file_ratios(RESNET18, rounds=5)
     yield from memory_ratios(RESNET18, rounds=3)
     yield from prediction_ratios(RESNET18, 128, "float32", rounds=3)
+    yield from owned_ratios()
     if quick:
         return
     yield from prediction_ratios(RESNET18, 1, "float32", rounds=5, compiled=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
+from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.partition import FREE, Split, refilled
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import overwrite, own_tensors
@@ -122,7 +123,7 @@ def _fill(weight: Tensor, owners: Tensor, member: int, values: Tensor) -> None:
 
 
 def _places(weight: Tensor, owners: Tensor, member: int) -> NDArray[np.int64]:
-    owned: NDArray[np.bool_] = owners.cpu().numpy() == member
+    owned: NDArray[np.bool_] = spread(owners.cpu(), weight).numpy() == member
     return np.flatnonzero(np.broadcast_to(owned, weight.shape))
 
 

@@ -1,6 +1,6 @@
 """The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +10,29 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
+
+BLOCK = 8  # outputs of one input that have one owner with granularity "block": a vector of the CPU
+
+
+def spread(owners: Tensor, weight: Tensor) -> Tensor:
+    """Repeat owners, or a mask of their shape, for the outputs of a block, so that they broadcast against the weight.
+
+    >>> spread(torch.tensor([[0, 1]]), torch.zeros(3, 2)).tolist()
+    [[0, 1], [0, 1], [0, 1]]
+    """
+    return owners if len(owners) == len(weight) else owners.repeat_interleave(BLOCK, 0)[: len(weight)]
+
+
+def gathered(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sum values of a weight's shape over what has one owner: the opposite of `spread` and of broadcasting.
+
+    >>> gathered(torch.ones(3, 2), (1, 2)).tolist()
+    [[3.0, 3.0]]
+    """
+    if len(values) != shape[0]:
+        missing = values.new_zeros(shape[0] * BLOCK - len(values), *values.shape[1:])
+        values = torch.unflatten(torch.cat([values, missing]), 0, (shape[0], BLOCK)).sum(1)
+    return values.sum_to_size(*shape)
 
 
 class Keep(nn.Module):
@@ -86,7 +109,7 @@ class TopK(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Mask the weight with the current choice."""
         masked: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
-            weight, self.scores, self.chosen().to(weight.dtype), self.free, self.literal
+            weight, self.scores, spread(self.chosen(), weight).to(weight.dtype), self.free, self.literal
         )
         return masked
 
@@ -106,7 +129,7 @@ class _StraightThrough(torch.autograd.Function):
         weight, scores, chosen, free = ctx.saved_tensors
         to_weight = gradient * chosen if ctx.needs_input_grad[0] else None
         # Excluded scores get no gradient: it would count in gradient clipping.
-        to_scores = (gradient * weight).sum_to_size(scores.shape).to(scores.dtype).mul_(free)
+        to_scores = gathered(gradient * weight, scores.shape).to(scores.dtype).mul_(free)
         if not ctx.literal:
             to_scores.mul_(scores.sign())
         return to_weight, to_scores, None, None, None
@@ -137,6 +160,7 @@ def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     The zeros are positive to the bit, and the memory layout is the weight's own: another one would take another kernel,
     which rounds differently.
     """
+    owners = spread(owners, weight)
     if not plain(weight):
         return weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
     known = owners.numpy()

@@ -4,6 +4,7 @@ One small integer per weight, or per kernel, names its owner: overlap cannot be 
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 
 from plures.checks import one_of, whole_number
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.masks import owned_part
+from plures.methods.orthogonal_dropout.masks import BLOCK, owned_part, spread
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
-Granularity = Literal["weight", "kernel"]
+Granularity = Literal["weight", "kernel", "block"]
 
 
 class Partition(nn.Module):
@@ -30,9 +31,9 @@ class Partition(nn.Module):
         partition.randomise(seed=0)
         partition.owners()["conv.weight"]  # uint8, 0 to 4
 
-    Owners have the shape of the weight with granularity "weight", and (outputs, inputs, 1, 1) with "kernel": they
-    broadcast against the weight either way, so a coarser structure is one more rule in `owner_shape`. Within a
-    tensor the members' sizes differ by at most one.
+    Owners have the shape of the weight with granularity "weight", (outputs, inputs, 1, 1) with "kernel", and with
+    "block" an eighth of the outputs in linear layers and 1x1 convolutions: see `owner_shape`. Within a tensor the
+    members' sizes differ by at most one.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
@@ -136,14 +137,21 @@ def _check_after_load(partition: Partition, _incompatible: object) -> None:
 
 
 def owner_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ...]:
-    """Give the shape of a weight's owners, which broadcasts against the weight.
+    """Give the shape of a weight's owners, which broadcasts against the weight once `spread`.
 
-    >>> owner_shape((64, 3, 3, 3), "kernel")
-    (64, 3, 1, 1)
+        >>> owner_shape((64, 3, 3, 3), "kernel")
+        (64, 3, 1, 1)
+        >>> owner_shape((64, 30), "block")
+        (8, 30)
+
+    With "block" eight outputs of one input have one owner in linear layers and 1x1 convolutions; larger kernels have
+    one owner each.
     """
     if granularity == "weight":
         return tuple(shape)
-    return tuple(shape[:2]) + (1,) * len(shape[2:])
+    blocks = granularity == "block" and len(shape) > 1 and math.prod(shape[2:]) == 1
+    outputs = -(-shape[0] // BLOCK) if blocks else shape[0]
+    return (outputs, *shape[1:2], *[1] * len(shape[2:]))
 
 
 def sizes(count: int, members: int) -> list[int]:
@@ -228,7 +236,7 @@ class Split:
             for name, weight in own_tensors(self.network).items():
                 if name in self.owners():
                     value = values[name].to(weight.device, weight.dtype)
-                    weight.copy_(torch.where(self.partition.owned(name, member), value, weight))
+                    weight.copy_(torch.where(spread(self.partition.owned(name, member), weight), value, weight))
         self.private.write(member, values)
 
 

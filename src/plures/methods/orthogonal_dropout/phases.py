@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.masks import Keep, TopK, in_layout_of, mask_of
+from plures.methods.orthogonal_dropout.masks import Keep, TopK, gathered, in_layout_of, mask_of, spread
 from plures.methods.orthogonal_dropout.partition import Partition
 from plures.methods.orthogonal_dropout.roles import Role
 
@@ -57,7 +57,7 @@ class Pretrain(Phase):
 
     def mask(self, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
         """Keep what is free."""
-        return Keep(in_layout_of(weight, partition.free(name)))
+        return Keep(in_layout_of(weight, spread(partition.free(name), weight)))
 
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
         """Give the last member all that is left; the others choose when they prune."""
@@ -85,8 +85,8 @@ class Prune(Phase):
         """Use the largest scores, which start as the weights themselves, divided by the largest."""
         free = partition.free(name)
         scores = weight.detach().float()
-        if free.shape != scores.shape:  # one score per kernel: its length
-            scores = scores.flatten(2).norm(dim=2).reshape(free.shape)
+        if free.shape != scores.shape:  # one score per kernel or block: its length
+            scores = gathered(scores.square(), free.shape).sqrt()
         largest = scores.abs().masked_fill(~free, 0.0).max().clamp_min(torch.finfo(torch.float32).tiny)
         return TopK(scores / largest, free, partition.budget(name, member), self.literal_gradient)
 
@@ -107,7 +107,7 @@ class Finetune(Phase):
 
     def mask(self, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
         """Keep what the member owns."""
-        return Keep(in_layout_of(weight, partition.owned(name, member)))
+        return Keep(in_layout_of(weight, spread(partition.owned(name, member), weight)))
 
 
 class Train(Finetune):

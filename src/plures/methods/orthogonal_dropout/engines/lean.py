@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from plures.calling import call_with, logits_of
 from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms, foldable, remove_norms
-from plures.methods.orthogonal_dropout.masks import cut, plain, put_on
+from plures.methods.orthogonal_dropout.masks import cut, plain, put_on, spread
 from plures.methods.orthogonal_dropout.partition import Private, Split
-from plures.tensors import inner_names, places, shell
+from plures.tensors import inner_names, own_tensors, places, shell
 
 
 class Lean(Engine):
@@ -37,9 +37,12 @@ class Lean(Engine):
         self._places = places(self.network)
         self._inner = inner_names(split.owners())
         self.owned = nn.ModuleDict()
+        weights = own_tensors(split.network)
         for name, owners in split.owners().items():
             scales = [scales[name] for scales, _ in folded if name in scales]
-            self.owned[self._inner[name]] = Owned(PackedOwners(owners, split.members), self.members, scales)
+            self.owned[self._inner[name]] = Owned(
+                PackedOwners(spread(owners, weights[name]), split.members), self.members, scales
+            )
         self.eval()
         self.borrow(lambda structure: None)  # makes one for the compiler, which cannot
 

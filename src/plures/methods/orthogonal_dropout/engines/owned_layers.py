@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.masks import owned_part
+from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
@@ -95,10 +95,8 @@ class Parts:
         values, owners = self._own[first], self.owners[first]
         scales = [scales[weight].flatten() for scales in self._scales if weight in scales]
         factors = torch.stack(scales) if scales else None
-        in_blocks = owners.shape[0] != values.shape[0]
-        if in_blocks and values.dim() == 4:  # a kernel of one tap
-            owners = owners.repeat_interleave(-(-values.shape[0] // owners.shape[0]), 0)[: values.shape[0]]
-            in_blocks = False
+        in_blocks = values.dim() == 2 and len(owners) != len(values)
+        owners = owners if in_blocks else spread(owners, values)
         return (block_lists if in_blocks else kernel_lists)(values, owners, self.members, factors)
 
     def bias(self, name: str, outputs: int) -> Tensor:

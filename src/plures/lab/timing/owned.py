@@ -1,0 +1,95 @@
+"""What all members cost in the owned engine, against ONE plain network at its faster memory format."""
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+
+from plures.lab.timing.measure import Action, LeftOut, Ratio, one_thread, timed
+from plures.lab.timing.size import held
+from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
+from plures.native import library
+
+# Network, granularity, members, batch and bar (AVX-512, AVX2): the bar of a CPU without either is AVX2's.
+ROWS = (
+    (RESNET18, "kernel", 5, 1, (2.0, 2.0)),
+    (RESNET18, "kernel", 5, 16, (1.5, 1.9)),
+    (RESNET18, "kernel", 5, 32, (1.5, 1.9)),
+    (RESNET18, "weight", 5, 32, (2.8, 2.8)),
+    (TRANSFORMER, "block", 5, 8, (2.5, 2.5)),
+    (WIDE_RESNET, "kernel", 5, 8, (1.8, 1.8)),
+    (RESNET18, "kernel", 5, 128, (1.5, 1.9)),
+)
+MEMORY_BARS = {"kernel": 1.3, "weight": 2.2}
+
+
+def owned_ratios(rounds: int = 5, threads: int | None = None) -> Iterator[Ratio | LeftOut]:
+    """Measure the owned engine on every network, or say why it cannot be had.
+
+        for ratio in owned_ratios(threads=1): print(ratio)
+
+    With `threads=1` processor time of one thread counts, which a busy machine falsifies least.
+    """
+    reason = library.why_unavailable()
+    if reason is not None:
+        yield LeftOut("owned prediction / one plain network", "all", reason)
+        return
+    wide = library.load().instructions == "avx512"
+    for subject, granularity, members, batch, bars in ROWS:
+        yield owned_ratio(subject, granularity, members, batch, rounds, bars[0 if wide else 1], threads)
+    yield growth_ratio(RESNET18, 16, rounds, threads)
+    for granularity, bar in MEMORY_BARS.items():
+        yield held_ratio(RESNET18, granularity, bar)
+
+
+def owned_ratio(
+    subject: Subject, granularity: str, members: int, batch: int, rounds: int, bar: float | None, threads: int | None
+) -> Ratio:
+    """Compare all members in the owned engine with one plain network, plain or channels last, whichever is faster.
+
+    print(owned_ratio(RESNET18, "kernel", 5, batch=16, rounds=5, bar=1.9, threads=None))
+    """
+    ensemble = finished(subject.make(), members, granularity)
+    plain = ensemble.checkout(0)
+    last = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    inputs, _ = images(batch)
+    reordered = inputs.contiguous(memory_format=torch.channels_last)
+    engine = ensemble.engine("owned")
+    actions: list[Action] = [lambda: plain(inputs), lambda: last(reordered), lambda: engine(inputs)]
+    samples = [owned / min(first, second) for first, second, owned in _rounds(actions, rounds, threads)]
+    setting = f"{subject.name}, batch {batch}, {granularity} granularity, float32, {_about(threads)}"
+    return Ratio.of(f"owned prediction of {members} members / one plain network", setting, samples, bar)
+
+
+def growth_ratio(subject: Subject, batch: int, rounds: int, threads: int | None, bar: float = 1.25) -> Ratio:
+    """Compare ten members with five, both in the owned engine: the cost should not grow with their number.
+
+    print(growth_ratio(RESNET18, batch=16, rounds=5, threads=None))
+    """
+    few, many = (finished(subject.make(), members, "kernel").engine("owned") for members in (5, 10))
+    inputs, _ = images(batch)
+    samples = [ten / five for five, ten in _rounds([lambda: few(inputs), lambda: many(inputs)], rounds, threads)]
+    setting = f"{subject.name}, batch {batch}, kernel granularity, float32, {_about(threads)}"
+    return Ratio.of("owned prediction of 10 members / of 5", setting, samples, bar)
+
+
+def held_ratio(subject: Subject, granularity: str, bar: float) -> Ratio:
+    """Compare what the owned engine of five members holds with the weights of one plain network.
+
+    print(held_ratio(RESNET18, "kernel", bar=1.3))
+    """
+    engine = finished(subject.make(), 5, granularity).engine("owned")
+    share = held(engine) / held(subject.make())
+    setting = f"{subject.name}, 5 members, {granularity} granularity"
+    return Ratio.of("memory that the owned engine holds / plain weights", setting, [share], bar)
+
+
+def _rounds(actions: list[Action], rounds: int, threads: int | None) -> Iterator[tuple[float, ...]]:
+    with torch.inference_mode(), one_thread() if threads == 1 else nullcontext(time.perf_counter) as clock:
+        yield from zip(*timed(actions, rounds, clock=clock), strict=True)
+
+
+def _about(threads: int | None) -> str:
+    return f"{library.load().instructions}, {threads or torch.get_num_threads()} threads"
