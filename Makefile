@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # One thread per test process: two processes beat two threads on small tensors.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types bench docs docs-site digits clean
+.PHONY: demo test lint types bench load-test docs docs-site digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/python -m plures.lab.demo
@@ -28,6 +28,9 @@ memcheck:  ## the native kernels under AddressSanitizer, over random layers
 
 bench: $(READY)  ## ratios measured side by side in one run
 	$(BIN)/plures bench --full --out benchmarks
+
+load-test: $(READY)  ## throughput of plures serve, and 10,000 bad requests: a few minutes on the loopback
+	$(BIN)/python benchmarks/load_test.py
 
 docs: $(READY)  ## copy the tables of docs/results into docs/results.md
 	$(BIN)/python docs/make/tables.py

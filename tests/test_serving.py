@@ -34,7 +34,7 @@ def picture(seed):
 
 @pytest.fixture(scope="module")
 def port():
-    with serving(RUN, Limits(bytes=2**20, read=0.5)) as port:
+    with serving(RUN, Limits(bytes=2**20, read=600)) as port:
         yield port
 
 
@@ -121,6 +121,21 @@ def test_a_bad_request_gets_a_sentence_and_the_next_one_its_answer(port, body, k
     assert post(port, picture(0))[0] == 200
 
 
+def test_good_requests_among_many_bad_ones_are_all_answered_rightly(port):
+    bad = [one for one in bad_requests(picture(0)) if one[0] != "a thousand files"] * 8
+    expected = [post(port, picture(seed))[1]["predictions"][0]["votes"] for seed in range(4)]
+
+    def send(number):
+        if number % 3:
+            _, body, kind, right = bad[number % len(bad)]
+            return request(port, "POST", "/predict", body, kind)[0] in right
+        status, found = post(port, picture(number % 4))
+        return status == 200 and found["predictions"][0]["votes"] == expected[number % 4]
+
+    with ThreadPoolExecutor(8) as clients:
+        assert all(clients.map(send, range(180)))
+
+
 def test_good_pictures_beside_a_bad_one_are_answered(port):
     status, found = post(port, picture(0), b"no picture", picture(1))
     assert status == 422
@@ -143,11 +158,12 @@ def test_a_long_request_is_refused_before_it_is_read(port):
 
 
 def test_a_client_that_hangs_is_let_go_and_others_are_answered_meanwhile(port):
+    head = b"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(
-            b"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
+        client.sendall(head)
         assert post(port, picture(0))[0] == 200
+    with serving(RUN, Limits(read=0.05)) as impatient, socket.create_connection(("127.0.0.1", impatient)) as client:
+        client.sendall(head)
         assert client.recv(12) == b"HTTP/1.1 408"
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from plures import metrics
     from plures.ensemble import Ensemble, Stage, Step
     from plures.exporting.export import Exported, export
+    from plures.lab.sharing import from_hub as from_hub
+    from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.lab.training.fit import fit as fit
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
@@ -48,7 +50,9 @@ _HOMES = {
     "Step": "plures.ensemble",
     "TopK": "plures.methods.orthogonal_dropout.masks",
     "export": "plures.exporting.export",
-    "fit": "plures.lab.training.fit",  # needs the extra [lab]
+    "fit": "plures.lab.training.fit",  # needs the extra [lab], as do the next two
+    "from_hub": "plures.lab.sharing",
+    "push_to_hub": "plures.lab.sharing",
     "load": "plures.storage",
     "roles": "plures.methods.orthogonal_dropout.roles",
     "save": "plures.storage",
@@ -104,4 +108,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "fit"]
+    return [*__all__, "fit", "from_hub", "push_to_hub"]

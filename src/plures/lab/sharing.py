@@ -1,0 +1,138 @@
+"""Share an ensemble: to the Hugging Face hub or into a folder, and back. Nothing but safetensors and JSON is read."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+
+from plures import files
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
+from plures.lab.card import card, reliability_png
+from plures.lab.evaluation.evaluate import predictions
+from plures.lab.runs.open import open_run
+from plures.storage import load, save
+
+ENSEMBLE, CONFIG, METRICS = "ensemble.safetensors", "config.json", "metrics.json"
+READ = (ENSEMBLE, CONFIG, METRICS)
+# Files that Python objects are pickled into. Nothing here would read one; whoever finds one beside a model might.
+PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".keras"}
+
+
+def push_to_hub(
+    source: Ensemble | str | Path,
+    target: str | Path,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    predictions: tuple[Tensor, Tensor] | None = None,
+    data_dir: str | Path | None = None,
+    private: bool = False,
+) -> str:
+    """Publish an ensemble or a finished run with a model card, and return where it is.
+
+        plures.push_to_hub("runs/birds", "me/birds")  # to the Hugging Face hub
+        plures.push_to_hub(ensemble, Path("shared/birds"), metrics={"accuracy": 0.95})  # into a folder
+
+    A run brings its configuration and metrics, and its test images, where they are found, draw the reliability picture.
+    For an ensemble of your own loop, give `metrics` for the table of the card, and `predictions`, the probabilities
+    [samples, classes] and targets of held-out samples, for the picture. The hub is told who you are by
+    `huggingface-cli login`.
+    """
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        if isinstance(source, Ensemble):
+            save(source, folder / ENSEMBLE)
+            text, found = card(source, target, metrics, None), predictions
+        else:
+            text, found = _run_into(Path(source), folder, target, data_dir)
+        if found is not None:
+            (folder / "reliability.png").write_bytes(reliability_png(*found))
+        (folder / "README.md").write_text(text + ("\n![Reliability](reliability.png)\n" if found is not None else ""))
+        return _publish(folder, target, private)
+
+
+def from_hub(
+    source: str | Path,
+    network: nn.Module | Callable[[], nn.Module] | None = None,
+    *,
+    revision: str | None = None,
+    trust_code: bool = False,
+) -> Ensemble:
+    """Load an ensemble that was published: from the Hugging Face hub or from a folder.
+
+        ensemble = plures.from_hub("me/birds")
+        ensemble = plures.from_hub("shared/birds", network)
+
+    A published run knows its network, if that is one of plures; for others give `network`, as for `plures.load`. Code
+    that a stranger's run names is run with `trust_code` alone. A folder that holds a pickle is refused.
+    """
+    folder = Path(source) if _is_folder(source) else _downloaded(str(source), revision)
+    _refuse_pickles(str(source), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
+    if not (folder / ENSEMBLE).is_file():
+        raise PluresError(f"{source} holds no {ENSEMBLE}: it was not published by plures.push_to_hub")
+    if network is not None:
+        return load(folder / ENSEMBLE, network)
+    if not (folder / CONFIG).is_file():
+        raise PluresError(f"{source} does not say what its network is: give it, plures.from_hub(..., network)")
+    return open_run(folder, trust_code=trust_code).ensemble
+
+
+def _run_into(
+    run: Path, folder: Path, target: str | Path, data_dir: str | Path | None
+) -> tuple[str, tuple[Tensor, Tensor] | None]:
+    """Copy what of a run is published, write its card, and predict its test images."""
+    opened = open_run(run)
+    for name in READ:
+        if (run / name).is_file():
+            shutil.copyfile(run / name, folder / name)
+    metrics = json.loads((run / METRICS).read_text()) if (run / METRICS).is_file() else None
+    try:
+        test = opened.data(None if data_dir is None else Path(data_dir)).test
+        members, targets = predictions(opened.ensemble, test)
+    except PluresError as error:
+        return card(opened.ensemble, target, metrics, opened, missing=str(error)), None
+    return card(opened.ensemble, target, metrics, opened), (members.mean(0), targets)
+
+
+def _publish(folder: Path, target: str | Path, private: bool) -> str:
+    if _is_folder(target):
+        place = Path(target)
+        place.mkdir(parents=True, exist_ok=True)
+        for file in sorted(folder.iterdir()):
+            files.write(place / file.name, file.read_bytes())
+        return str(place)
+    try:
+        api = huggingface_hub.HfApi()
+        name = api.create_repo(str(target), private=private, exist_ok=True).repo_id
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Publish by plures")
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise PluresError(f"cannot publish {target}: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    try:
+        listed = huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+        _refuse_pickles(name, listed)
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(READ)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PluresError(f"cannot read {name} from the hub, and there is no such folder: {reason}") from error
+
+
+def _refuse_pickles(source: str, names: list[str]) -> None:
+    found = [name for name in names if PurePosixPath(name.replace(os.sep, "/")).suffix.lower() in PICKLES]
+    if found:
+        raise PluresError(f"{source} holds {found[0]}, which may be a pickle and could run code: it is refused")
+
+
+def _is_folder(place: str | Path) -> bool:
+    """Tell a folder from a name on the hub, `user/name`."""
+    return isinstance(place, Path) or Path(place).is_dir() or place.startswith((".", "/", "~"))

@@ -1,0 +1,141 @@
+"""The page of `plures serve` as a browser shows it; skipped where no Chromium is installed."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi")
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.chrome.options import Options  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+from plures.lab.serving.limits import Limits  # noqa: E402
+from served import png, serving  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed")
+
+RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+    "--window-size=1200,900",
+]
+DROP = """
+const [bytes, name, kind] = arguments;
+const file = new File([new Uint8Array(bytes)], name, {type: "image/png"}), data = new DataTransfer();
+data.items.add(file);
+document.dispatchEvent(kind === "paste" ? new ClipboardEvent("paste", {clipboardData: data}) :
+  new DragEvent("drop", {dataTransfer: data, cancelable: true}));
+"""
+
+Browser = Any  # selenium brings no types for what it answers
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    with serving(RUN, Limits()) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    options = Options()
+    options.binary_location = BROWSER
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def picture(seed: int) -> bytes:
+    return png(np.random.default_rng(seed).integers(0, 256, (8, 8), dtype=np.uint8))
+
+
+def cards(browser: Browser, count: int) -> list[str]:
+    """Wait until so many pictures are answered, and read the answers."""
+    WebDriverWait(browser, 600).until(lambda b: len(b.find_elements(By.CSS_SELECTOR, ".card .label")) >= count)
+    return [card.text for card in browser.find_elements(By.CLASS_NAME, "card")]
+
+
+def looks(browser: Browser, width: int, height: int, scheme: str) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": width < 500})
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+
+
+def test_pictures_are_dropped_pasted_chosen_and_answered(browser, page, tmp_path):
+    looks(browser, 1200, 900, "light")
+    browser.get(page)
+    browser.execute_script(DROP, list(picture(0)), "dropped.png", "drop")
+    browser.execute_script(DROP, list(picture(1)), "pasted.png", "paste")
+    (tmp_path / "chosen.png").write_bytes(picture(2))
+    browser.find_element(By.ID, "files").send_keys(str(tmp_path / "chosen.png"))
+    shown = cards(browser, 3)
+    assert {name for name in ("dropped.png", "pasted.png", "chosen.png") if any(name in text for text in shown)} == {
+        "dropped.png",
+        "pasted.png",
+        "chosen.png",
+    }
+    assert all("% confident" in text and "×" in text for text in shown)
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_it_says_that_it_does_not_know_and_why_a_file_has_no_answer(browser, page):
+    browser.get(page)
+    browser.execute_script("document.getElementById('below').value = 99")
+    browser.execute_script(DROP, list(picture(3)), "unsure.png", "drop")
+    assert "I do not know" in cards(browser, 1)[0]
+    browser.execute_script(DROP, [1, 2, 3], "text.png", "drop")
+    assert "text.png is damaged or not a picture" in cards(browser, 2)[0]
+
+
+def test_nothing_is_loaded_from_elsewhere(browser, page):
+    browser.get(page)
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert all(name.startswith(page) for name in loaded)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1200, 900), (390, 844)])
+def test_the_page_fits_and_is_readable(browser, page, width, height, scheme):
+    looks(browser, width, height, scheme)
+    browser.get(page)
+    browser.execute_script(DROP, list(picture(0)), "a-rather-long-name-of-a-picture-of-a-wren.png", "drop")
+    (text,) = cards(browser, 1)
+    confidence = float(re.search(r"([\d.]+) % confident", text)[1])
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    assert browser.find_element(By.ID, "camera").is_displayed() == (width < 500)
+    share = browser.execute_script(
+        "const i = document.querySelector('.bar i'); return i.clientWidth / i.parentNode.clientWidth"
+    )
+    assert f"{100 * share:.0f}" in {f"{confidence + off:.0f}" for off in (-1, 0, 1)}
+    ink, back = browser.execute_script(
+        "const style = getComputedStyle(document.body); return [style.color, style.backgroundColor]"
+    )
+    assert contrast(ink, back) > 7
+    for kind in (".small", ".label"):
+        colour = browser.execute_script(f"return getComputedStyle(document.querySelector('{kind}')).color")
+        assert contrast(colour, back) > 4.5
+
+
+def contrast(first: str, second: str) -> float:
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted([luminance(first), luminance(second)], reverse=True)
+    return (high + 0.05) / (low + 0.05)
