@@ -667,3 +667,15 @@ def test_two_processes_train_what_one_would(tmp_path):
     one = accuracy(train(recipe=LONGER, data=data), data)
     assert two == pytest.approx(one, abs=0.1)
     assert one > 0.8
+
+
+def test_a_stage_that_ends_underconfident_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    network = make_network()
+    head = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
+    with torch.no_grad():
+        head.weight.mul_(0.1)  # so small that no training of the layers before makes it confident
+    ensemble = plures.OrthogonalDropout(network, members=2, classifier="fixed", optimize_masks=False)
+    longer = dataclasses.replace(RECIPE, epochs=Epochs(train=20), learning_rate=0.5, crop=0)
+    with caplog.at_level(logging.WARNING, "plures"):
+        fit(ensemble, make_data(), longer, quiet=True)
+    assert "ends underconfident: right on" in caplog.text

@@ -139,3 +139,9 @@ def test_warm_up_rises_to_the_schedule_and_leaves_the_rest():
     warm = rates(Recipe(schedule="cosine", warmup=2.0))
     assert warm[20:] == plain[20:]
     assert [w / p for w, p in zip(warm[:20], plain[:20], strict=True)] == pytest.approx([n / 20 for n in range(1, 21)])
+
+
+def test_wide_resnets_follow_the_mimo_paper() -> None:
+    usual = {name: get_recipe("cifar10-wrn").for_method(name) for name in ("batch-ensemble", "mimo", "masksembles")}
+    assert {recipe.epochs.train for recipe in usual.values()} == {250}
+    assert (usual["batch-ensemble"].members, usual["mimo"].members) == (4, 3)

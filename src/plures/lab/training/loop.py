@@ -1,5 +1,6 @@
 """Train one stage, epoch by epoch; the learning rate is a function of the step, so there is nothing to restore."""
 
+import logging
 import math
 import time
 from functools import partial
@@ -17,6 +18,8 @@ from plures.lab.training.checkpoint import prime
 from plures.lab.training.distributed import Processes
 from plures.seeding import seed_of
 
+log = logging.getLogger("plures")
+UNDERCONFIDENT = 0.2  # how far below accuracy a stage's confidence ends before it is worth a word
 CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
 
 
@@ -53,11 +56,19 @@ class StageLoop:
     def epoch(self, number: int) -> dict[str, Any]:
         """Train for one epoch, counted from 1, and return its record."""
         started = time.perf_counter()
-        loss, accuracy = self._train(number)
+        loss, accuracy, confidence = self._train(number)
         trained = time.perf_counter()
         # Each process has seen its own images: the ensemble keeps their mean.
         self.processes.average(self.stage.buffers())
         validation = self.validate()
+        if number == self.epochs and accuracy is not None and confidence < accuracy - UNDERCONFIDENT:
+            log.warning(
+                "%s ends underconfident: right on %.0f %% of its training images, at a mean confidence of %.0f %%; "
+                "train longer or at a higher learning rate, or choose another classifier than a fixed one",
+                self.stage.name,
+                100 * accuracy,
+                100 * confidence,
+            )
         return {
             "stage": self.stage.name,
             "phase": self.stage.phase,
@@ -94,7 +105,7 @@ class StageLoop:
         self.processes.take_from_main([*self.stage.parameters(), *self.stage.buffers()])
         self.processes.accelerator.free_memory()
 
-    def _train(self, number: int) -> tuple[float, float | None]:
+    def _train(self, number: int) -> tuple[float, float | None, float]:
         rank, world, device = self.processes.rank, self.processes.world, self.processes.device
         seed = seed_of(self.recipe.seed, self.stage.name)
         torch.manual_seed(seed_of(seed, "epoch", number, rank))
@@ -126,9 +137,9 @@ class StageLoop:
                 self._refuse_nan(self.processes.sum(total).item(), number)
         if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
             self._refuse_nan(math.nan, number)
-        counts = self.processes.sum(torch.stack([self.loss.right, self.loss.seen]))
-        accuracy = (counts[0] / counts[1]).item() if counts[1] else None
-        return self.processes.sum(total).item() / (self.steps * world), accuracy
+        right, sure, seen = self.processes.sum(torch.stack([self.loss.right, self.loss.sure, self.loss.seen])).tolist()
+        mean_loss = self.processes.sum(total).item() / (self.steps * world)
+        return mean_loss, right / seen if seen else None, sure / seen if seen else math.nan
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.recipe, step, self.steps * self.epochs, self.steps)
@@ -144,7 +155,7 @@ class StageLoop:
 
 
 class Watched(nn.Module):
-    """A loss that counts right answers on its way, so that training accuracy costs no forward pass.
+    """A loss that counts right answers, and adds up how sure they are, on its way: that costs no forward pass.
 
     watched = Watched(F.cross_entropy)
     """
@@ -157,12 +168,15 @@ class Watched(nn.Module):
     def reset(self, device: torch.device) -> None:
         """Count from zero."""
         self.right = torch.zeros((), device=device)
+        self.sure = torch.zeros((), device=device)
         self.seen = torch.zeros((), device=device)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
         if logits.dim() == 2 and targets.dim() == 1:  # anything else is not a classification
-            self.right += (logits.detach().argmax(1) == targets).sum()
+            confidence, answers = logits.detach().float().softmax(1).max(1)
+            self.right += (answers == targets).sum()
+            self.sure += confidence.sum()
             self.seen += len(targets)
         return self.loss(logits, targets)
 
