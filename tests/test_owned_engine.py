@@ -211,6 +211,9 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
     assert isinstance(wide.engine(memory=10**9), Owned)
     # Two members of single weights cost about two networks either way.
     assert isinstance(trained(resnet18(classes=4, width=4), members=2).engine(), Unfolded)
+    # A linear layer that sees one row has nothing to gain from short lists.
+    assert isinstance(trained(networks.mlp(), members=5).engine(), Unfolded)
+    assert isinstance(trained(vision_transformer(), members=5, granularity="block").engine(), Owned)
     # What torch.fx cannot trace.
     assert isinstance(trained(networks.transformer(), members=5).engine(), Unfolded)
 

@@ -18,7 +18,9 @@ AT_ONCE = 80  # samples times members whose activations stay near
 
 # What all members of a layer cost in dense layers of one network, where the kernels do worst: docs/engines.md tells
 # what was measured. A layer that runs member by member costs as many as there are members.
-COST_OF_KERNELS, COST_OF_BLOCKS, COST_OF_WEIGHTS, COST_OF_LINEAR_WEIGHTS = 2.0, 2.5, 2.5, 4.0
+COST_OF_KERNELS, COST_OF_WEIGHTS = 2.0, 2.5
+COST_OF_TOKENS = {"block": 2.5, "weight": 4.0}  # linear layers in torch's encoders, which see many rows at once
+COST_OF_ROWS = {"block": 5.5, "weight": 7.5}  # other linear layers: one image may be a single row
 
 
 class Owned(Engine):
@@ -97,18 +99,21 @@ def faster_than_unfolded(split: Split) -> bool:
         return False
     members, owners = len(split.trained), split.owners()
     weights, cost = 0, 0.0
+    encoders = [module for module in split.network.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    tokens = {id(layer) for encoder in encoders for layer in encoder.modules()}
     for name, layer in split.network.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             owner = owners.get(f"{name}.weight")
+            each = members if owner is None else _cost(layer, owner, members, id(layer) in tokens)
             weights += layer.weight.numel()
-            cost += layer.weight.numel() * (members if owner is None else _cost(layer, owner, members))
+            cost += layer.weight.numel() * each
     return weights > 0 and cost < members * weights
 
 
-def _cost(layer: nn.Linear | nn.Conv2d, owners: Tensor, members: int) -> float:
+def _cost(layer: nn.Linear | nn.Conv2d, owners: Tensor, members: int, tokens: bool) -> float:
     single = owners.numel() == layer.weight.numel()
     if isinstance(layer, nn.Linear):
-        return COST_OF_LINEAR_WEIGHTS if single else COST_OF_BLOCKS
+        return (COST_OF_TOKENS if tokens else COST_OF_ROWS)["weight" if single else "block"]
     if layer.groups > 1 or layer.dilation != (1, 1):
         return members
     return COST_OF_WEIGHTS if single else COST_OF_KERNELS
