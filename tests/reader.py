@@ -35,6 +35,19 @@ def at_hand() -> dict[str, Any]:
     plures.save(ensemble, "birds.safetensors")
     names = {"network": network, "ensemble": ensemble, "stage": stage, "make_network": Network}
     names |= {"images": images, "labels": labels, "loader": [(images, labels)] * 2, "train": lambda *a, **k: None}
+    held_out = torch.randn(1000, 3, 8, 8)
+    truth = ensemble.predict(held_out).label  # nobody trained it, but let it be right, as the reader's is
+    truth[0] = (truth[1] + 1) % 10
+    names |= {"held_out_images": held_out, "held_out_labels": truth}
+    names |= {"held_out_loader": [(held_out, names["held_out_labels"])]}
+    x = torch.randn(16, 1)
+    regressor = nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 2))
+    forecaster = plures.DeepEnsemble(regressor, members=2, loss=plures.GaussianNLL())
+    for _ in forecaster.stages():
+        pass
+    names |= {"x": x, "y": x.sin(), "regressor": regressor, "forecaster": forecaster}
+    tagger = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    names |= {"tagger": tagger, "tokens": torch.randint(0, 50, (4, 7)), "tags": torch.randint(0, 3, (4, 7))}
     names |= {
         "validation_images": images,
         "validation_labels": labels,

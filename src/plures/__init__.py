@@ -17,12 +17,14 @@ from plures.methods import METHODS
 from plures.version import __version__
 
 if TYPE_CHECKING:
-    from plures import metrics
+    from plures import guarantees, metrics
+    from plures.answers import Prediction, Regression
     from plures.ensemble import Ensemble, Stage, Step
     from plures.exporting.export import Exported, export
     from plures.lab.sharing import from_hub as from_hub
     from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.lab.training.fit import fit as fit
+    from plures.losses import CrossEntropy, GaussianNLL
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
     from plures.methods.deterministic import Deterministic
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from plures.methods.orthogonal_dropout.partition import Partition
     from plures.methods.orthogonal_dropout.roles import Role, roles
     from plures.methods.packed_ensemble.method import PackedEnsemble
-    from plures.prediction import Prediction
     from plures.storage import load, save
 
 _HOMES = {
@@ -44,7 +45,10 @@ _HOMES = {
     "Exported": "plures.exporting.export",
     "Keep": "plures.methods.orthogonal_dropout.masks",
     "Partition": "plures.methods.orthogonal_dropout.partition",
-    "Prediction": "plures.prediction",
+    "Prediction": "plures.answers",
+    "CrossEntropy": "plures.losses",
+    "GaussianNLL": "plures.losses",
+    "Regression": "plures.answers",
     "Role": "plures.methods.orthogonal_dropout.roles",
     "Stage": "plures.ensemble",
     "Step": "plures.ensemble",
@@ -62,11 +66,13 @@ _HOMES = {
 __all__ = [
     "MIMO",
     "BatchEnsemble",
+    "CrossEntropy",
     "DeepEnsemble",
     "Deterministic",
     "Engine",
     "Ensemble",
     "Exported",
+    "GaussianNLL",
     "Keep",
     "MCDropout",
     "Masksembles",
@@ -75,12 +81,14 @@ __all__ = [
     "Partition",
     "PluresError",
     "Prediction",
+    "Regression",
     "Role",
     "Stage",
     "Step",
     "TopK",
     "__version__",
     "export",
+    "guarantees",
     "load",
     "metrics",
     "roles",
@@ -93,8 +101,8 @@ class _MissingExtraError(PluresError, AttributeError):
 
 
 def __getattr__(name: str) -> Any:
-    if name == "metrics":
-        return import_module("plures.metrics")
+    if name in ("guarantees", "metrics"):
+        return import_module(f"plures.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'plures' has no attribute {name!r}")
     try:

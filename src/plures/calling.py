@@ -85,7 +85,7 @@ def batch_of(inputs: Any) -> Tensor | None:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0), None)
 
 
-def rows_of(inputs: Any, rows: slice) -> Arguments:
+def rows_of(inputs: Any, rows: slice | Tensor) -> Arguments:
     """Take some samples of a batch of inputs; what has another length than the batch goes along whole.
 
     rows_of({"pixel_values": images, "scale": 2.0}, slice(0, 32))
@@ -95,7 +95,7 @@ def rows_of(inputs: Any, rows: slice) -> Arguments:
 
     def cut(value: Any) -> Any:
         batched = isinstance(value, Tensor) and value.dim() > 0 and batch is not None and len(value) == len(batch)
-        return value[rows] if batched else value
+        return value[rows.to(value.device) if isinstance(rows, Tensor) else rows] if batched else value
 
     return Arguments(tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()})
 

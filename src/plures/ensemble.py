@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 from plures.calling import call, logits_of
 from plures.errors import PluresError
+from plures.losses import Loss, class_axis, is_for_classes
 from plures.prediction import Predictor
 from plures.tensors import aliases, check_network, overwrite, own_tensors, tensors
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Step(NamedTuple):
@@ -157,7 +156,7 @@ class Ensemble(Predictor, ABC):
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
         check_network(network)
-        self.loss: Loss = loss or F.cross_entropy
+        self.loss = loss or F.cross_entropy
         self.shapes = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
         self.tied = aliases(network)
         self.plain_bytes = sum(tensor.nbytes for tensor in own_tensors(network).values())
@@ -204,7 +203,8 @@ class Ensemble(Predictor, ABC):
 
         print(ensemble.summary())
         """
-        return "\n".join([self._heading(), *self.size_lines()])
+        calibrated = [] if self.calibration is None else [self.calibration.summary()]
+        return "\n".join([self._heading(), *self.size_lines(), *calibrated])
 
     def size_lines(self) -> list[str]:
         """Say how large the ensemble is; a method that has more to say than this overrides it."""
@@ -257,7 +257,7 @@ def refuse_one_class(loss: Loss, logits: Tensor) -> None:
 
     refuse_one_class(F.cross_entropy, network(images))
     """
-    if loss is F.cross_entropy and logits.dim() > 1 and logits.shape[-1 if logits.dim() == 3 else 1] == 1:
+    if is_for_classes(loss) and logits.dim() > 1 and logits.shape[class_axis(loss)] == 1:
         raise PluresError(
             f"the network returned {list(logits.shape)}: one number per sample, and its cross-entropy is always zero; "
             "return one logit per class (two for yes and no), or give a loss of your own, as for regression: loss=..."

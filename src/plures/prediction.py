@@ -1,97 +1,27 @@
-"""What an ensemble says of a batch, and everything that can say it: probabilities, and how unsure they are."""
+"""Everything that can be asked for a prediction: of classes or of numbers, calibrated or not, member by member."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from plures.calling import Arguments, batch_of, call, chunks, refuse_nan, rows_of
+from plures.answers import Prediction, Regression
+from plures.calibration import Calibration, ClassCalibration, NumberCalibration
+from plures.calling import Arguments, arguments, batch_of, chunks, refuse_nan, rows_of
+from plures.checks import number
 from plures.errors import PluresError
-from plures.metrics import uncertainty
+from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
 
-ABSTAINED = -1  # the label of a sample that the ensemble was asked not to decide
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Prediction:
-    """Read an ensemble's answer for a batch of B samples, C classes and K members.
-
-        prediction = ensemble.predict(images, abstain_below=0.8)
-        prediction.label[0], prediction.confidence[0], prediction.epistemic[0]
-
-    total = aleatoric + epistemic, in nats: the entropy of the mean, the mean entropy of the members (noise in the
-    data), and what the members disagree about (what the network does not know).
-    """
-
-    probabilities: Tensor
-    """[B, C]: the mean of the members' probabilities."""
-    label: Tensor
-    """[B]: the most probable class, or -1 where the ensemble abstains."""
-    confidence: Tensor
-    """[B]: the probability of the most probable class."""
-    members: Tensor
-    """[K, B, C]: each member's probabilities."""
-    total: Tensor
-    """[B]: the entropy of the mean."""
-    aleatoric: Tensor
-    """[B]: the mean entropy of the members."""
-    epistemic: Tensor
-    """[B]: total - aleatoric, the members' disagreement; never negative."""
-
-    @property
-    def abstained(self) -> Tensor:
-        """[B]: true where the confidence was below what the caller asked for."""
-        return self.label == ABSTAINED
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def __repr__(self) -> str:
-        members, samples, classes = self.members.shape
-        parts = [f"{samples} samples, {classes} classes, {members} members"]
-        if samples:
-            parts.append(f"mean confidence {self.confidence.mean():.3f}")
-            parts.append(f"uncertainty {self.total.mean():.3f} nats, of which {self.epistemic.mean():.3f} epistemic")
-        if abstained := int(self.abstained.sum()):
-            parts.append(f"{abstained} abstained")
-        return f"Prediction({'; '.join(parts)})"
-
-    @classmethod
-    def from_logits(cls, logits: Tensor, abstain_below: float | None = None) -> "Prediction":
-        """Make a prediction of the members' logits [K, B, C], which every ensemble's forward returns.
-
-        prediction = Prediction.from_logits(ensemble(images))
-        """
-        if logits.dim() != 3:
-            raise PluresError(f"logits have shape {tuple(logits.shape)}; expected [members, batch, classes]")
-        if logits.shape[-1] == 1:
-            raise PluresError(
-                "the network returns one number per sample, and one class always has probability 1: return two logits, "
-                "or for a regression network read the members' numbers from ensemble(inputs)"
-            )
-        if abstain_below is not None and not 0 <= abstain_below <= 1:
-            raise PluresError(f"abstain_below={abstain_below}; a confidence lies between 0 and 1")
-        if bool(logits.isnan().any()):
-            member, sample = logits.isnan().any(-1).nonzero()[0].tolist()
-            raise PluresError(f"member {member} returned NaN for sample {sample}: are inputs or weights infinite?")
-        members = logits.float().softmax(-1)
-        probabilities = members.mean(0)
-        confidence, label = probabilities.max(-1)
-        if abstain_below is not None:
-            label = torch.where(confidence < abstain_below, ABSTAINED, label)
-        if not len(label):  # a batch of nothing has no uncertainty
-            return cls(probabilities, label, confidence, members, confidence, confidence, confidence)
-        split = uncertainty(members)
-        return cls(probabilities, label, confidence, members, split.total, split.aleatoric, split.epistemic)
-
-
 class Predictor(nn.Module):
-    """Give every module that returns logits [members, batch, classes] its `predict`.
+    """Give every module that returns logits [members, batch, classes] its `predict`, `regress` and `calibrate`.
 
-        prediction = ensemble.predict(images)
+        prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
 
     Its networks stay in eval mode, whatever `train()` says: predictors only predict. Any number of threads may
     predict at the same time, and read, copy or save the predictor meanwhile: what a call changes in a network while it
@@ -100,30 +30,101 @@ class Predictor(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.loss: Loss = F.cross_entropy  # it says what the outputs mean
+        self.calibration: Calibration | None = None
         self._idle: list[tuple[object, Any]] = []  # structures that no call uses now, with what they were copied from
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take what `predict` takes: a tensor, a tuple of positional or a dict of named arguments."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-            return super().__call__(**args[0])
-        return super().__call__(*args, **kwargs)
+        named = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
+        outputs = super().__call__(**args[0]) if named else super().__call__(*args, **kwargs)
+        return classes_second(outputs, self.loss)
 
-    def predict(self, inputs: Any, *, batch_size: int | None = None, abstain_below: float | None = None) -> Prediction:
-        """Predict with all trained members.
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        batch_size: int | None = None,
+        abstain_below: float | None = None,
+        until: float | None = None,
+        calibrated: bool = True,
+    ) -> Prediction:
+        """Predict classes with all trained members.
 
             prediction = ensemble.predict(images, abstain_below=0.8)
             prediction.label, prediction.confidence, prediction.epistemic
 
         `inputs` is what the network takes: a tensor, a tuple of positional or a dict of named arguments. `batch_size`
         bounds how many samples are in the network at once. Where confidence lies below `abstain_below` the label is -1.
+        A calibrated ensemble applies its temperature, unless told `calibrated=False`.
+
+        With `until` members are asked one by one, and for each sample no longer than needed: until the share `until` of
+        the held-out samples with such a margin between the two most probable classes, after so many members, kept
+        their label to the end. `members_used` says how many it took.
         """
+        if is_for_numbers(self.loss):
+            raise PluresError(f"this ensemble was trained with {name_of(self.loss)} and returns numbers: call regress")
         refuse_nan(inputs)
         with torch.no_grad():
-            return Prediction.from_logits(self._logits(inputs, batch_size), abstain_below)
+            if until is not None:
+                return self._predict_until(inputs, batch_size, abstain_below, until)
+            logits = self._logits(inputs, batch_size)
+            return Prediction.from_logits(logits, abstain_below, self._class_calibration(len(logits), calibrated))
+
+    def regress(self, inputs: Any, *, batch_size: int | None = None, calibrated: bool = True) -> Regression:
+        """Predict numbers with all trained members: a mean, its standard deviation, and why it is so large.
+
+            answer = forecaster.regress(x)
+            answer.mean, answer.std, answer.epistemic, answer.interval(0.9)
+
+        With the loss `plures.GaussianNLL` the network returns means and log-variances, [batch, 2 d]; with any other, or
+        one that is not known, means, [batch, d]. A calibrated ensemble scales its standard deviations, unless told
+        `calibrated=False`.
+        """
+        if is_for_classes(self.loss):
+            raise PluresError(
+                f"this ensemble was trained with {name_of(self.loss)} and returns logits of classes: call predict, or "
+                "give a loss for numbers, loss=plures.GaussianNLL() or torch's mse_loss"
+            )
+        refuse_nan(inputs)
+        with torch.no_grad():
+            outputs = self._logits(inputs, batch_size)
+        found = self.calibration if calibrated and isinstance(self.calibration, NumberCalibration) else None
+        self._same_members(found, len(outputs))
+        return Regression.from_outputs(outputs, variance=isinstance(self.loss, GaussianNLL), calibration=found)
+
+    def calibrate(
+        self, inputs: Any, targets: Any = None, *, batch_size: int | None = None, per_member: bool = False
+    ) -> Self:
+        """Learn from held-out data how far to trust the ensemble's confidence, and return the ensemble.
+
+            ensemble.calibrate(held_out_images, held_out_labels, batch_size=256)
+            ensemble.calibrate(held_out_loader)  # batches of inputs and targets
+            ensemble.calibrate(None)  # forget it
+
+        A temperature is fitted after averaging (with `per_member` one for each member before, too), and the scores are
+        kept that `Prediction.sets`, `Prediction.abstain`, `Regression.interval` and members on demand need. All of it
+        is stored by `plures.save`. Use data that were not used for training, and that you do not report on.
+        """
+        if inputs is None:
+            self.calibration = None
+            return self
+        before, self.calibration = self.calibration, None
+        try:
+            self.calibration = self._fitted(_batches(inputs, targets), batch_size, per_member)
+        except PluresError:
+            self.calibration = before
+            raise
+        return self
 
     def join(self, batches: list[Any]) -> Tensor:
-        """Return the logits of several batches, joined along the batch axis."""
-        return torch.cat([call(self, batch) for batch in batches], dim=1)
+        """Return what the members' networks give for several batches, joined along the batch axis."""
+        raw = [nn.Module.__call__(self, *args, **kwargs) for args, kwargs in map(arguments, batches)]
+        return torch.cat(raw, dim=1)
+
+    def ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return what one member's network gives for several batches, joined: what members on demand are asked by."""
+        raise PluresError(f"{type(self).__name__} runs all members at once: until= would save nothing, leave it out")
 
     def train(self, mode: bool = True) -> Self:
         """Set `training`, and leave the networks in eval mode."""
@@ -164,8 +165,94 @@ class Predictor(nn.Module):
         if batch is not None and not len(batch):
             # Few layers take a batch of nothing: a sample of zeros shows the shape of the answer.
             one = Arguments(*(_like_one(part, batch) for part in rows_of(inputs, slice(None))))
-            return self.join([one])[:, :0]
-        return self.join(list(chunks(inputs, batch_size)))
+            return classes_second(self.join([one]), self.loss)[:, :0]
+        return classes_second(self.join(list(chunks(inputs, batch_size))), self.loss)
+
+    def _predict_until(
+        self, inputs: Any, batch_size: int | None, abstain_below: float | None, until: float
+    ) -> Prediction:
+        number("until", until, "a number between 0 and 1", above=0, below=1)
+        if not isinstance(self.calibration, ClassCalibration):
+            raise PluresError("until= needs held-out data: call ensemble.calibrate(inputs, targets) before predict")
+        calibration = self.calibration
+        margins = [*calibration.margins(until), -1.0]  # after the last member there is nobody left to ask
+        batch = batch_of(inputs)
+        open_ = torch.arange(0 if batch is None else len(batch))
+        found: list[tuple[Tensor, Prediction]] = []
+        members: Tensor | None = None
+        for index, enough in enumerate(margins):
+            logits = classes_second(self.ask(index, list(chunks(rows_of(inputs, open_), batch_size)))[None], self.loss)
+            asked = Prediction.from_logits(logits).members
+            members = asked if members is None else torch.cat([members, asked])
+            first, second = calibration.mean(members).topk(2, dim=1).values.unbind(1)
+            done = first - second >= enough
+            found.append((open_[done.cpu()], Prediction.from_members(members[:, done], abstain_below, calibration)))
+            members, open_ = members[:, ~done], open_[~done.cpu()]
+            if not len(open_):
+                break
+        return joined(found, len(margins))
+
+    def _class_calibration(self, members: int, wanted: bool) -> ClassCalibration | None:
+        found = self.calibration if wanted and isinstance(self.calibration, ClassCalibration) else None
+        self._same_members(found, members)
+        return found
+
+    def _same_members(self, found: Calibration | None, members: int) -> None:
+        if found is not None and found.members != members:
+            raise PluresError(
+                f"this ensemble was calibrated with {found.members} members and has {members} now: calibrate it again, "
+                "or ask with calibrated=False"
+            )
+
+    def _fitted(self, batches: Iterable[tuple[Any, Tensor]], size: int | None, per_member: bool) -> Calibration:
+        answers: list[Prediction | Regression] = []
+        truth = []
+        numbers = not is_for_classes(self.loss)
+        for inputs, targets in batches:
+            numbers = is_for_numbers(self.loss) or (numbers and targets.is_floating_point())
+            answers.append(self.regress(inputs, batch_size=size) if numbers else self.predict(inputs, batch_size=size))
+            truth.append(targets.detach().cpu())
+            if len(answers[-1]) != len(targets):
+                raise PluresError(f"{len(answers[-1])} held-out samples have {len(targets)} targets: give one for each")
+        if not sum(map(len, answers)):
+            raise PluresError("there are no held-out samples: calibrate on at least one, better on some hundreds")
+        members = torch.cat([one.members.cpu() for one in answers], dim=1)
+        if not numbers:
+            return ClassCalibration.fit(members, torch.cat(truth), per_member)
+        means, stds = (torch.cat([getattr(one, name).cpu() for one in answers]) for name in ("mean", "std"))
+        return NumberCalibration.fit(means, stds, torch.cat(truth), len(members))
+
+
+def joined(parts: list[tuple[Tensor, Prediction]], members: int) -> Prediction:
+    """Put predictions of some rows each together, in the order of the rows; members that were not asked are NaN.
+
+    joined([(rows, prediction), (other_rows, other_prediction)], members=5)
+    """
+    order = torch.cat([rows for rows, _ in parts]).argsort()
+
+    def all_members(prediction: Prediction) -> Tensor:
+        asked = prediction.members
+        missing = asked.new_full((members - len(asked), *asked.shape[1:]), torch.nan)
+        return torch.cat([asked, missing])
+
+    def column(name: str) -> Tensor:
+        values = torch.cat([getattr(prediction, name) for _, prediction in parts])
+        return values[order.to(values.device)]
+
+    every = torch.cat([all_members(prediction) for _, prediction in parts], dim=1)[:, order]
+    columns = {one.name: column(one.name) for one in fields(Prediction) if one.name not in ("members", "calibration")}
+    return Prediction(members=every, calibration=parts[0][1].calibration, **columns)
+
+
+def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:
+    """Read held-out data: inputs with targets, or a loader of both."""
+    pairs: Iterable[Any] = [(inputs, targets)] if targets is not None else inputs
+    if targets is None and (isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable)):
+        raise PluresError(f"{type(inputs).__name__} came without targets: give both, or a loader of (inputs, targets)")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise PluresError(f"the loader gave {type(pair).__name__}; expected pairs of inputs and targets")
+        yield pair[0], torch.as_tensor(pair[1])
 
 
 def _like_one(part: Any, batch: Tensor) -> Any:

@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures.ensemble import Ensemble, Loss, Stored
+from plures import calibration, losses
+from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.files import digest, replacing
+from plures.losses import Loss
 from plures.methods import METHODS
 from plures.tensors import aliases, check_network, tensors
 from plures.version import __version__
@@ -37,7 +39,8 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     path = Path(path)
     if not path.parent.is_dir():
         raise PluresError(f"cannot save to {path}: there is no folder {path.parent}")
-    stored = {name: tensor.cpu().contiguous() for name, tensor in ensemble.tensors(dtype).items()}
+    held = ensemble.tensors(dtype) | calibration.to_tensors(ensemble.calibration)
+    stored = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
     document = json.dumps(
         {
             "format": FORMAT,
@@ -48,6 +51,8 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
             "shapes": ensemble.shapes,
             "tied": ensemble.tied,
             "own_loss": ensemble.loss is not F.cross_entropy,
+            "loss": losses.as_json(ensemble.loss),
+            "calibration": calibration.kind_of(ensemble.calibration),
             "checksums": {name: _checksum(tensor) for name, tensor in stored.items()},
         },
         separators=(",", ":"),
@@ -75,9 +80,10 @@ def load(
         ensemble = plures.load("birds.safetensors", lambda: resnet18(num_classes=200), members=[0, 2])
 
     `network` is a network of the class that was saved, or a function that makes one; it is copied, not changed. With
-    `members` only those are read. Nothing in the file is ever executed, and a damaged file is refused. A file cannot
-    hold a loss: to train on with one of your own, give it again. A file of a method from outside of plures is read with
-    that `method`, a class: the file imports nothing by itself.
+    `members` only those are read, and not what all of them together were calibrated to. Nothing in the file is ever
+    executed, and a damaged file is refused. A file holds the losses of plures and mse_loss; to train on with one of
+    your own, give it again. A file of a method from outside of plures is read with that `method`, a class: the file
+    imports nothing by itself.
     """
     path = Path(path)
     made = network if isinstance(network, nn.Module) else _made(network)
@@ -85,7 +91,10 @@ def load(
     def build(document: dict[str, Any], stored: Stored) -> Ensemble:
         _same_network(path, made, document["shapes"], document["tied"])
         ensemble = _method(path, document["method"], method).restore(made, stored)
-        ensemble.loss = loss or (_missing_loss if document["own_loss"] else F.cross_entropy)
+        named = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
+        ensemble.loss = loss or named or (_missing_loss if document["own_loss"] else F.cross_entropy)
+        if members is None:  # what some members are worth was not measured
+            ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.read)
         return ensemble
 
     return _reading(path, members, build)
@@ -105,6 +114,7 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
         if document["method"] != type(ensemble).__name__:
             raise PluresError(f"{path} holds a {document['method']}, not a {type(ensemble).__name__}")
         ensemble.fill(stored)
+        ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.read)
 
     _reading(path, None, fill)
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.checks import one_of
-from plures.ensemble import Loss, Stored
+from plures.ensemble import Stored
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.methods.building import (
     Init,
     Layer,

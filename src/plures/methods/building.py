@@ -10,8 +10,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of, unknown, whole_number
-from plures.ensemble import Ensemble, Loss, Stage, Step, Stored, refuse_one_class
+from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_one_class
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.tensors import check_network, moments, places, restart, shell, tensors
 
 Init = Literal["given", "fresh"]
@@ -110,7 +111,7 @@ class TogetherStage(Stage):
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch for all members, which have the same targets."""
         logits = self.logits(inputs)
-        refuse_one_class(self.loss, logits)
+        refuse_one_class(self.loss, logits[0])
         losses = torch.stack([self.loss(member, targets) for member in logits])
         return losses.mean() if self.reduction == "mean" else losses.sum()
 

@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from plures.calling import logits_of
+from plures.calling import call, logits_of
 from plures.checks import one_of
-from plures.ensemble import Ensemble, Loss, Stage, Step, Stored
+from plures.ensemble import Ensemble, Stage, Step, Stored
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.methods.building import check_members
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors
 from plures.tensors import moments, own_tensors, restart, tensors
@@ -85,6 +86,11 @@ class DeepEnsemble(Ensemble):
         if not self.trained:
             raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
         return torch.stack([logits_of(self.networks[member](*args, **kwargs)) for member in self.trained])
+
+    def ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return what one of the trained members gives for several batches, joined."""
+        network = self.networks[self.trained[index]]
+        return torch.cat([logits_of(call(network, batch)) for batch in batches])
 
     def plan(self) -> list[Step]:
         """List all stages, one for each member, with those committed marked."""

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from plures.calling import logits_of
-from plures.ensemble import Loss
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.methods.building import Init, OneStage, started
 
 
@@ -36,6 +36,10 @@ class Deterministic(OneStage):
             raise PluresError(f"there is no member {member!r}: an ensemble of one has member 0")
         self.require_trained()
         return copy.deepcopy(self.network).eval()
+
+    def ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return what the network gives for several batches, joined."""
+        return self.join(batches)[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of the network, [1, batch, classes]."""

@@ -13,8 +13,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import nearest, one_of, whole_number
-from plures.ensemble import Loss, Stage, Step
+from plures.ensemble import Stage, Step
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.methods.building import Init, OneStage, layers, started
 from plures.seeding import seed_of
 from plures.tensors import places, shell
@@ -70,23 +71,27 @@ class MCDropout(OneStage):
         self.require_trained()
         if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
-        logits: Tensor = self._passes(Arguments(args, kwargs))
-        return logits
+        return torch.stack(self._passes([Arguments(args, kwargs)] * self.passes, "passes"))
+
+    def ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return what one pass gives for several batches, joined; its dropout follows from the pass, not the batch."""
+        self.require_trained()
+        return torch.cat(self._passes(batches, "pass", index))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own
-    def _passes(self, inputs: Arguments) -> Tensor:
+    def _passes(self, batches: list[Any], *key: object) -> list[Tensor]:
+        """Run batches with dropout that follows from the seed and a key."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
-        random = None if device.type == "meta" else torch.Generator(device).manual_seed(seed_of(self.seed, "passes"))
+        random = None if device.type == "meta" else torch.Generator(device).manual_seed(seed_of(self.seed, *key))
 
-        def passes(structure: tuple[nn.Module, list[_Hook]]) -> Tensor:
+        def run(structure: tuple[nn.Module, list[_Hook]]) -> list[Tensor]:
             network, hooks = structure
             for hook in hooks:
                 hook.random = random
-            outputs = [call_with(network, values, self._places, inputs) for _ in range(self.passes)]
-            return torch.stack([logits_of(output) for output in outputs])
+            return [logits_of(call_with(network, values, self._places, batch)) for batch in batches]
 
-        return self.borrow(passes)
+        return self.borrow(run)
 
     def structure(self) -> "tuple[nn.Module, list[_Hook]]":
         """Make what a call runs: a network whose hooks draw from the generator of the call."""

@@ -10,8 +10,9 @@ from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
 from plures.checks import whole_number
-from plures.ensemble import Loss, Stage, Step, Stored, refuse_one_class
+from plures.ensemble import Stage, Step, Stored, refuse_one_class
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.methods.building import (
     Init,
     Layer,
@@ -125,7 +126,7 @@ class _Training(Stage):
         else:
             rows = torch.arange(len(images), device=images.device).expand(self.slots[0], -1)
         heads = cast(_Slots, self.network).run([images[row] for row in rows], name)
-        refuse_one_class(self.loss, heads)
+        refuse_one_class(self.loss, heads[0])
         return torch.stack([self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]).sum()
 
 

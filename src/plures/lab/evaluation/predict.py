@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from plures.answers import ABSTAINED
 from plures.errors import PluresError, visible
 from plures.lab.data import read_image
 from plures.lab.data.pictures import EXTENSIONS, pictures_below, reading
 from plures.lab.evaluation.evaluate import BATCH, device_of
 from plures.lab.runs.open import Run
-from plures.prediction import ABSTAINED
 
 
 @dataclass(frozen=True)

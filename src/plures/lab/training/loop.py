@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures.ensemble import Ensemble, Loss, Stage, Step
+from plures.ensemble import Ensemble, Stage, Step
 from plures.errors import PluresError
 from plures.lab.data import Augment, Data, batches, steps
 from plures.lab.recipes import Recipe
 from plures.lab.training.checkpoint import prime
 from plures.lab.training.distributed import Processes
+from plures.losses import Loss
 from plures.seeding import seed_of
 
 log = logging.getLogger("plures")

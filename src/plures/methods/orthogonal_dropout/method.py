@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of
-from plures.ensemble import Ensemble, Loss, Stage, Step, Stored, file_line
+from plures.ensemble import Ensemble, Stage, Step, Stored, file_line
 from plures.errors import PluresError
+from plures.losses import Loss
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned import Owned, faster_than_unfolded, owned_bytes
@@ -201,6 +202,7 @@ class OrthogonalDropout(Ensemble):
             self.partition.release(member)
         attempts[member] = 0 if network is not None else attempts[member] + 1
         self.progress.committed[member] = []
+        self.calibration = None  # of an ensemble that will not come back
         self.draft = None
         self._ticket = object()
 
@@ -250,6 +252,11 @@ class OrthogonalDropout(Ensemble):
         ready = self._all_ready()
         return run(self.network) if torch.compiler.is_compiling() else self.borrow(run)
 
+    def ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return what one of the trained members gives for several batches, joined."""
+        member = self._all_ready()[index]
+        return self.borrow(lambda network: self._run(network, member, batches))
+
     def structure(self) -> nn.Module:
         """Make what a call runs: the structure of the network, into which it puts the tensors of each member."""
         return shell(self.network)
@@ -275,7 +282,9 @@ class OrthogonalDropout(Ensemble):
                 kind = "unfolded" if memory is None or unfolded <= memory else "lean"
             log.info("engine: %s", kind)
         engines: dict[str, Callable[[Split, bool], Engine]] = {"owned": Owned, "unfolded": Unfolded, "lean": Lean}
-        return engines[kind](self.split, fold)
+        engine = engines[kind](self.split, fold)
+        engine.loss, engine.calibration = self.loss, self.calibration
+        return engine
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
         values = self.split.member(member)

@@ -5,7 +5,8 @@ from typing import get_args
 from torch import nn
 
 from plures.checks import number, one_of, whole_number
-from plures.ensemble import Loss, Stored
+from plures.ensemble import Stored
+from plures.losses import Loss
 from plures.methods.building import (
     Layer,
     ManyInOne,

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plures.answers import Prediction
 from plures.calling import Arguments
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.prediction import Prediction, Predictor
+from plures.prediction import Predictor
 from plures.tensors import canonical, own_tensors, shell
 
 
@@ -36,6 +37,10 @@ class Engine(Predictor, ABC):
         """Return the logits of some members for several batches, joined: members outside, batches inside."""
         return torch.stack([self.run(index, batches) for index in indices])
 
+    def ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return what one member gives for several batches, joined."""
+        return self.of_members([index], batches)[0]
+
     def join(self, batches: list[Any]) -> Tensor:
         """Return the logits of several batches, joined along the batch axis."""
         return self.of_members(list(range(len(self.members))), batches)
@@ -46,21 +51,25 @@ class Engine(Predictor, ABC):
         *,
         batch_size: int | None = None,
         abstain_below: float | None = None,
+        until: float | None = None,
+        calibrated: bool = True,
         members: Sequence[int] | None = None,
     ) -> Prediction:
         """Predict with all trained members, or with those asked for.
 
             engine.predict(images, members=[0, 1])
 
-        Everything else is as in `ensemble.predict`.
+        What some members say is not calibrated: only all of them together were. Everything else is as in
+        `ensemble.predict`.
         """
         if members is None:
-            return super().predict(inputs, batch_size=batch_size, abstain_below=abstain_below)
+            asked = {"abstain_below": abstain_below, "until": until}
+            return super().predict(inputs, batch_size=batch_size, calibrated=calibrated, **asked)
         unknown = [member for member in members if member not in self.members]
         if unknown or not members or len(set(members)) < len(members):
             raise PluresError(f"members={list(members)}: use some of {self.members}, each once")
         some = _Some(self, [self.members.index(member) for member in members])
-        return some.predict(inputs, batch_size=batch_size, abstain_below=abstain_below)
+        return some.predict(inputs, batch_size=batch_size, abstain_below=abstain_below, until=until)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
@@ -72,7 +81,7 @@ class _Some(Predictor):
 
     def __init__(self, engine: Engine, indices: list[int]) -> None:
         super().__init__()
-        self.engine, self.indices = engine, indices
+        self.engine, self.indices, self.loss = engine, indices, engine.loss
 
     def join(self, batches: list[Any]) -> Tensor:
         return self.engine.of_members(self.indices, batches)

@@ -1,0 +1,249 @@
+"""What an ensemble says of a batch: classes, dense maps of them, or numbers; how unsure it is, and what it promises."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plures.calibration import ClassCalibration, NumberCalibration
+from plures.checks import number
+from plures.errors import PluresError
+from plures.losses import mean_and_variance
+from plures.metrics import uncertainty
+
+ABSTAINED = -1  # the label of a sample that the ensemble was asked not to decide
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction:
+    """Read an ensemble's answer for a batch of B samples, C classes and K members.
+
+        prediction = ensemble.predict(images, abstain_below=0.8)
+        prediction.label[0], prediction.confidence[0], prediction.epistemic[0]
+
+    total = aleatoric + epistemic, in nats: the entropy of the mean, the mean entropy of the members (noise in the
+    data), and what the members disagree about (what the network does not know). A temperature changes probabilities and
+    confidence, not these. Of dense answers, [B, C, ...], everything that is [B] here is [B, ...].
+    """
+
+    probabilities: Tensor
+    """[B, C]: the mean of the members' probabilities, calibrated if the ensemble is."""
+    label: Tensor
+    """[B]: the most probable class, or -1 where the ensemble abstains."""
+    confidence: Tensor
+    """[B]: the probability of the most probable class."""
+    members: Tensor
+    """[K, B, C]: each member's probabilities; NaN of members that were not asked."""
+    total: Tensor
+    """[B]: the entropy of the mean."""
+    aleatoric: Tensor
+    """[B]: the mean entropy of the members."""
+    epistemic: Tensor
+    """[B]: total - aleatoric, the members' disagreement; never negative."""
+    uncalibrated: Tensor
+    """[B, C]: the mean of the members' probabilities as they are, which promises are made with."""
+    members_used: Tensor
+    """[B]: how many members were asked."""
+    calibration: ClassCalibration | None = None
+    """What held-out samples taught the ensemble."""
+
+    @property
+    def abstained(self) -> Tensor:
+        """[B]: true where the confidence was below what the caller asked for."""
+        return self.label == ABSTAINED
+
+    def sets(self, coverage: float = 0.9, *, adaptive: bool = False, penalty: float = 0.0, free: int = 1) -> Tensor:
+        """Give each sample a set of classes, [B, C] of booleans, that holds the true one as often as asked for.
+
+            prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
+            prediction.sets(coverage=0.9).sum(1)  # how many classes it takes
+
+        Conformal prediction: it holds for every network, on average over samples drawn like the held-out ones. The
+        least ambiguous sets are the smallest on average, and may be empty; `adaptive` ones grow with the difficulty of
+        the sample and always hold the most probable class. A `penalty` for every class after the first `free` ones
+        keeps adaptive sets small (see `plures.guarantees`).
+        """
+        return self._calibrated("sets").sets(self._whole("sets"), coverage, adaptive, penalty, free)
+
+    def abstain(self, risk: float, *, delta: float = 0.05) -> "Prediction":
+        """Keep the labels of which at most a share `risk` is wrong; the others become -1.
+
+            prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
+            careful = prediction.abstain(risk=0.01)
+            careful.label[~careful.abstained]
+
+        The promise holds with probability 1 - delta over the choice of the held-out samples: selection with guaranteed
+        risk, by the uncalibrated confidence.
+        """
+        threshold = self._calibrated("abstain").selection(risk, delta).threshold
+        confidence, label = self._whole("abstain").max(1)
+        return replace(self, label=torch.where(confidence.double() >= threshold, label, ABSTAINED))
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def __repr__(self) -> str:
+        members, samples, classes = self.members.shape[:3]
+        parts = [f"{samples} samples, {classes} classes, {members} members"]
+        if self.label.numel():
+            parts.append(f"mean confidence {self.confidence.mean():.3f}")
+            parts.append(f"uncertainty {self.total.mean():.3f} nats, of which {self.epistemic.mean():.3f} epistemic")
+        if abstained := int(self.abstained.sum()):
+            parts.append(f"{abstained} abstained")
+        if self.calibration is not None:
+            parts.append("calibrated")
+        return f"Prediction({'; '.join(parts)})"
+
+    @classmethod
+    def from_logits(
+        cls, logits: Tensor, abstain_below: float | None = None, calibration: ClassCalibration | None = None
+    ) -> "Prediction":
+        """Make a prediction of the members' logits [K, B, C], which every ensemble's forward returns.
+
+        prediction = Prediction.from_logits(ensemble(images))
+        """
+        if logits.dim() < 3:
+            raise PluresError(f"logits have shape {tuple(logits.shape)}; expected [members, batch, classes]")
+        if logits.shape[2] == 1:
+            raise PluresError(
+                "the network returns one number per sample, and one class always has probability 1: return two logits, "
+                "or for a regression network call regress"
+            )
+        _refuse_nan(logits)
+        return cls.from_members(logits.float().softmax(2), abstain_below, calibration)
+
+    @classmethod
+    def from_members(
+        cls, members: Tensor, abstain_below: float | None = None, calibration: ClassCalibration | None = None
+    ) -> "Prediction":
+        """Make a prediction of the members' probabilities [K, B, C].
+
+        prediction = Prediction.from_members(ensemble(images).softmax(2))
+        """
+        if abstain_below is not None and not 0 <= abstain_below <= 1:
+            raise PluresError(f"abstain_below={abstain_below}; a confidence lies between 0 and 1")
+        mean = members.mean(0)
+        something = bool(members.numel())
+        probabilities = calibration.probabilities(members) if calibration is not None and something else mean
+        confidence, label = probabilities.max(1)
+        if abstain_below is not None:
+            label = torch.where(confidence < abstain_below, ABSTAINED, label)
+        used = torch.full(label.shape[:1], len(members), device=label.device)
+        if not something:  # a batch of nothing has no uncertainty
+            return cls(mean, label, confidence, members, confidence, confidence, confidence, mean, used, calibration)
+        split = uncertainty(members)
+        doubt = (split.total, split.aleatoric, split.epistemic)
+        return cls(probabilities, label, confidence, members, *doubt, mean, used, calibration)
+
+    def _calibrated(self, asked: str) -> ClassCalibration:
+        if self.calibration is None:
+            raise PluresError(f"{asked} needs held-out data: call ensemble.calibrate(inputs, targets) before predict")
+        return self.calibration
+
+    def _whole(self, asked: str) -> Tensor:
+        if bool((self.members_used < len(self.members)).any()):
+            raise PluresError(f"{asked} needs the answers of all members: predict without until=")
+        return self.uncalibrated
+
+
+class Interval(NamedTuple):
+    """Two bounds for each number, [batch, outputs].
+
+    lower, upper = forecaster.regress(x).interval(0.9)
+    """
+
+    lower: Tensor
+    upper: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Regression:
+    """Read a regression ensemble's answer for a batch of B samples, D numbers each and K members.
+
+        answer = forecaster.regress(x)
+        answer.mean[0], answer.std[0]
+        lower, upper = answer.interval(0.9)
+
+    By the law of total variance, std ** 2 = aleatoric + epistemic: the mean of the members' variances (noise in the
+    data), and the variance of their means (what the network does not know).
+    """
+
+    mean: Tensor
+    """[B, D]: the mean of the members' means."""
+    std: Tensor
+    """[B, D]: the standard deviation of the answer."""
+    aleatoric: Tensor
+    """[B, D]: the mean of the members' variances; 0 where the network gives no variance."""
+    epistemic: Tensor
+    """[B, D]: the variance of the members' means."""
+    members: Tensor
+    """[K, B, D]: each member's mean."""
+    variances: Tensor | None = None
+    """[K, B, D]: each member's variance, where the network gives one."""
+    calibration: NumberCalibration | None = None
+    """What held-out samples taught the ensemble; it is in `std` and its parts already."""
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def __repr__(self) -> str:
+        members, samples, outputs = self.members.shape
+        words = f"{samples} samples, {outputs} numbers, {members} members"
+        if samples:
+            share = float((self.epistemic.sum() / (self.std.square().sum() + 1e-30)).clamp(0, 1))
+            words += f"; mean standard deviation {self.std.mean():.4g}, {share:.0%} of the variance epistemic"
+        return f"Regression({words}{'; calibrated' if self.calibration else ''})"
+
+    @classmethod
+    def from_outputs(
+        cls, outputs: Tensor, *, variance: bool = False, calibration: NumberCalibration | None = None
+    ) -> "Regression":
+        """Make an answer of what members return: means [K, B, D], with `variance` means and log-variances [K, B, 2 D].
+
+        >>> two = torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]])  # means 1 and 3, both with variance 1
+        >>> answer = Regression.from_outputs(two, variance=True)
+        >>> answer.mean.item(), answer.aleatoric.item(), answer.epistemic.item()
+        (2.0, 1.0, 1.0)
+        """
+        if outputs.dim() == 2:  # a network of one number without an axis for it
+            outputs = outputs[..., None]
+        if outputs.dim() != 3:
+            raise PluresError(
+                f"outputs have shape {tuple(outputs.shape)}; regression expects [members, batch, numbers]"
+            )
+        _refuse_nan(outputs)
+        values = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        means, variances = mean_and_variance(values, axis=2) if variance else (values, None)
+        epistemic = means.var(dim=0, correction=0)
+        aleatoric = torch.zeros_like(epistemic) if variances is None else variances.mean(0)
+        if calibration is not None:
+            square = calibration.scale.to(epistemic).square()
+            epistemic, aleatoric = square * epistemic, square * aleatoric
+        std = (aleatoric + epistemic).sqrt()
+        return cls(means.mean(0), std, aleatoric, epistemic, means, variances, calibration)
+
+    def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> Interval:
+        """Give bounds between which each number lies with the probability asked for.
+
+            lower, upper = forecaster.regress(x).interval(0.9)
+
+        Of a calibrated ensemble this is a promise (conformal prediction), whatever the network is worth: with
+        `normalised` (usual where the network gives variances) intervals are as wide as the standard deviation tells,
+        without it all are equally wide. Otherwise the answer is taken for a normal distribution.
+        """
+        number("coverage", coverage, "a number between 0 and 1", above=0, below=1)
+        if self.calibration is None:
+            half = math.sqrt(2) * torch.erfinv(torch.tensor(coverage)).item() * self.std
+        else:
+            normalised = self.variances is not None if normalised is None else normalised
+            plain = self.std / self.calibration.scale.to(self.std)
+            half = self.calibration.half_width(plain, coverage, normalised)
+        return Interval(self.mean - half, self.mean + half)
+
+
+def _refuse_nan(outputs: Tensor) -> None:
+    if bool(outputs.isnan().any()):
+        member, sample = outputs.isnan().nonzero()[0, :2].tolist()
+        raise PluresError(f"member {member} returned NaN for sample {sample}: are inputs or weights infinite?")

@@ -1,0 +1,269 @@
+"""What held-out data teach an ensemble: temperatures, and the scores from which its promises follow.
+
+It travels in the ensemble's file, so that a process that never saw the data can keep the promises.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from plures.errors import PluresError
+from plures.guarantees import Selection, adaptive_scores, ambiguity_scores, of_targets, quantile, select
+from plures.metrics import nll, temperature, tempered
+from plures.metrics.arrays import labelled, numbers
+
+MARGINS = 101  # steps of a hundredth, from 0 to 1, at which members on demand are weighed
+
+
+@dataclass(frozen=True, eq=False)
+class ClassCalibration:
+    """What held-out samples taught a classifier.
+
+        calibration = ClassCalibration.fit(members, targets)  # [members, samples, classes], [samples]
+        calibration.probabilities(members)
+
+    The scores are those of the uncalibrated probabilities: promises hold exactly only where nothing about the score was
+    fitted on the samples that it is compared with.
+    """
+
+    temperatures: Tensor
+    """[members]: the temperature of the mean of the first members; the last one is the ensemble's."""
+    member_temperatures: Tensor
+    """[members]: the temperature of each member, 1 where they were not asked for."""
+    nll: Tensor
+    """[2]: the NLL of the held-out samples before and after."""
+    probability: Tensor
+    """[samples]: the probability of the true class."""
+    before: Tensor
+    """[samples]: the probability of all classes that are more probable than the true one."""
+    rank: Tensor
+    """[samples]: the place of the true class among the most probable, from 1."""
+    confidence: Tensor
+    """[samples]: the largest probability."""
+    kept: Tensor
+    """[members - 1, margins]: of the samples that have at least this margin between the two most probable classes after
+    1, 2, ... members, the share whose label no further member changed."""
+
+    @classmethod
+    def fit(cls, members: Tensor, targets: Tensor, per_member: bool = False) -> Self:
+        """Learn from the members' probabilities [members, samples, classes, ...] and targets [samples, ...]."""
+        flat, labels = labelled("members", members, targets, rank=3)
+        if not bool((labels != labels[0]).any()):
+            raise PluresError(
+                f"all {len(labels)} held-out targets are class {int(labels[0])}: calibrate on data of several classes"
+            )
+        plain = flat.mean(0)
+        own = torch.ones(len(flat), dtype=torch.float64)
+        if per_member:
+            own = torch.tensor([temperature(member, labels) for member in flat], dtype=torch.float64)
+        warmed = _each_tempered(flat, own)
+        if nll(tempered(warmed.mean(0), _best(warmed.mean(0), labels)), labels) > nll(plain, labels):
+            own, warmed = torch.ones_like(own), flat  # sharper members can make a worse mean
+        temperatures = [_best(warmed[: count + 1].mean(0), labels) for count in range(len(flat))]
+        after = nll(tempered(warmed.mean(0), temperatures[-1]), labels)
+        dense = members.dim() > 3
+        ordered = plain.sort(dim=1, descending=True, stable=True).indices
+        rank = ordered.eq(labels[:, None]).int().argmax(dim=1) + 1
+        none = slice(0, 0) if dense else slice(None)  # places of one image are not drawn independently of each other
+        return cls(
+            torch.tensor(temperatures, dtype=torch.float64),
+            own,
+            torch.tensor([nll(plain, labels), after], dtype=torch.float64),
+            plain.gather(1, labels[:, None]).squeeze(1)[none],
+            of_targets(adaptive_scores(plain), labels)[none],
+            rank[none],
+            plain.amax(1)[none],
+            _kept(warmed)[:, : 0 if dense else None],
+        )
+
+    @property
+    def members(self) -> int:
+        """How many members there were."""
+        return len(self.temperatures)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the mean of all members."""
+        return float(self.temperatures[-1])
+
+    def mean(self, members: Tensor) -> Tensor:
+        """Average the probabilities of the first members, [members or fewer, batch, classes, ...]."""
+        return _each_tempered(members, self.member_temperatures[: len(members)]).mean(0)
+
+    def probabilities(self, members: Tensor) -> Tensor:
+        """Average and calibrate the probabilities of the first members, [members or fewer, batch, classes, ...]."""
+        return tempered(self.mean(members), float(self.temperatures[len(members) - 1]), axis=1)
+
+    def sets(self, probabilities: Tensor, coverage: float, adaptive: bool, penalty: float, free: int) -> Tensor:
+        """Say which classes belong to each sample's set, from the uncalibrated probabilities [batch, classes]."""
+        self._need_samples("sets of classes")
+        if not adaptive:
+            return ambiguity_scores(probabilities) <= quantile(1 - self.probability.double(), coverage)
+        held_out = self.before + penalty * (self.rank - free).clamp_min(0)
+        return adaptive_scores(probabilities, penalty, free) <= quantile(held_out, coverage).to(probabilities.device)
+
+    def selection(self, risk: float, delta: float) -> Selection:
+        """Find the confidence from which on answers keep to a risk."""
+        self._need_samples("answers with a bounded risk")
+        return select(self.confidence, self.rank == 1, risk, delta)
+
+    def on_demand(self, members: Tensor, until: float) -> tuple[Tensor, Tensor]:
+        """Say what members on demand would answer, [batch, classes], and how many of them it takes, [batch].
+
+            probabilities, used = calibration.on_demand(prediction.members, until=0.95)
+
+        Here all members have answered already: this is how the rule is judged, not how passes are saved.
+        """
+        used = torch.full(members.shape[1:2], len(members))
+        for count in range(len(members) - 1, 0, -1):
+            first, second = self.mean(members[:count]).topk(2, dim=1).values.unbind(1)
+            used[first - second >= self.margins(until)[count - 1]] = count
+        probabilities = torch.empty_like(members[0])
+        for count in sorted(set(used.tolist())):
+            probabilities[used == count] = self.probabilities(members[:count, used == count])
+        return probabilities, used
+
+    def margins(self, until: float) -> list[float]:
+        """Say after 1, 2, ... members which margin is enough for a share `until` of the labels to stay."""
+        self._need_samples("members on demand")
+        enough = (self.kept >= until).flip(1).cummin(dim=1).values.sum(dim=1)  # all margins from here on are enough
+        return [(MARGINS - int(count)) / (MARGINS - 1) for count in enough]
+
+    def summary(self) -> str:
+        """Say it in a line."""
+        before, after = self.nll.tolist()
+        words = f"temperature {self.temperature:.3f}"
+        if bool((self.member_temperatures != 1).any()):
+            words += " after one for each member"
+        held_out = f" on {len(self.probability)} held-out samples" if len(self.probability) else ""
+        return f"calibrated{held_out}: {words}, NLL {before:.4f} -> {after:.4f}"
+
+    def _need_samples(self, what: str) -> None:
+        if not len(self.probability):
+            raise PluresError(
+                f"{what} need one answer per sample: the places of one image are not independent, so nothing can be "
+                "promised of them"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class NumberCalibration:
+    """What held-out samples taught a regression ensemble.
+
+        calibration = NumberCalibration.fit(mean, std, targets)  # all [samples, outputs]
+
+    `scale` [outputs] is what standard deviations must be multiplied by to make the held-out targets most likely; the
+    intervals use the uncalibrated ones, as do the sets of a classifier.
+    """
+
+    residual: Tensor
+    """[samples, outputs]: the distance between mean and target."""
+    std: Tensor
+    """[samples, outputs]: the standard deviation that the ensemble gave."""
+    scale: Tensor
+    """[outputs]: the factor of standard deviations."""
+    count: Tensor
+    """The number of members."""
+
+    @classmethod
+    def fit(cls, mean: Tensor, std: Tensor, targets: Tensor, members: int) -> Self:
+        """Learn from means, standard deviations and targets [samples, outputs]."""
+        true = numbers("targets", targets, rank=None).detach().cpu()
+        true = true[:, None] if true.dim() == 1 and mean.dim() == 2 and mean.shape[1] == 1 else true
+        if true.shape != mean.shape:
+            raise PluresError(f"targets of shape {list(true.shape)} do not fit answers of shape {list(mean.shape)}")
+        residual = (true - mean.cpu()).abs().double()
+        spread = std.cpu().double()
+        ratio = (residual / torch.where(spread > 0, spread, 1)).square().mean(dim=0).sqrt()
+        usable = bool((spread > 0).all())
+        scale = torch.where(ratio > 0, ratio, 1) if usable else torch.ones_like(ratio)
+        return cls(residual, spread, scale, torch.tensor(members))
+
+    @property
+    def members(self) -> int:
+        """How many members there were."""
+        return int(self.count)
+
+    def half_width(self, std: Tensor, coverage: float, normalised: bool) -> Tensor:
+        """Give half the width of intervals around means whose uncalibrated standard deviations are `std`."""
+        if not normalised:
+            return quantile(self.residual, coverage).to(std).expand_as(std)
+        if not bool((self.std > 0).all()):
+            raise PluresError("some held-out standard deviations are 0: ask for intervals with normalised=False")
+        return quantile(self.residual / self.std, coverage).to(std) * std
+
+    def summary(self) -> str:
+        """Say it in a line."""
+        factors = ", ".join(f"{factor:.3f}" for factor in self.scale.flatten().tolist()[:5])
+        return f"calibrated on {len(self.residual)} held-out samples: standard deviations x {factors}"
+
+
+Calibration = ClassCalibration | NumberCalibration
+KINDS: dict[str, type[ClassCalibration] | type[NumberCalibration]] = {
+    "classes": ClassCalibration,
+    "numbers": NumberCalibration,
+}
+PREFIX = "calibration."
+
+
+def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
+    """Give what a file holds of a calibration.
+
+    to_tensors(ensemble.calibration)["calibration.temperatures"]
+    """
+    if calibration is None:
+        return {}
+    return {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
+
+
+def kind_of(calibration: Calibration | None) -> str | None:
+    """Name the kind of a calibration in a file.
+
+    kind_of(ensemble.calibration)  # "classes"
+    """
+    return next((kind for kind, made in KINDS.items() if type(calibration) is made), None)
+
+
+def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
+    """Read a calibration back.
+
+    ensemble.calibration = from_tensors("classes", read)
+    """
+    if kind is None:
+        return None
+    if kind not in KINDS:
+        raise PluresError(f"the file holds a calibration of kind {kind!r}, which this version does not know")
+    made = KINDS[kind](**{field.name: read(PREFIX + field.name) for field in fields(KINDS[kind])})
+    positive = made.temperatures if isinstance(made, ClassCalibration) else made.scale
+    if not positive.numel() or not bool(((positive > 0) & positive.isfinite()).all()):
+        raise PluresError("the calibration in the file is damaged: its temperatures are not positive numbers")
+    return made
+
+
+def _best(probabilities: Tensor, labels: Tensor) -> float:
+    """Find the temperature, or 1 where rounding would make the NLL worse than it was."""
+    found = temperature(probabilities, labels)
+    return found if nll(tempered(probabilities, found), labels) <= nll(probabilities, labels) else 1.0
+
+
+def _each_tempered(members: Tensor, temperatures: Tensor) -> Tensor:
+    if bool((temperatures == 1).all()):
+        return members
+    return torch.stack([tempered(one, float(own), axis=1) for one, own in zip(members, temperatures, strict=True)])
+
+
+def _kept(members: Tensor) -> Tensor:
+    """Weigh margins: which share of labels stays, after so many members and with at least such a margin."""
+    final = members.mean(0).argmax(dim=1)
+    rows = []
+    for count in range(1, len(members)):
+        first, second = members[:count].mean(0).topk(2, dim=1).values.unbind(1)
+        stays = members[:count].mean(0).argmax(dim=1) == final
+        step = ((first - second) * (MARGINS - 1)).floor().long().clamp(0, MARGINS - 1)
+        total = torch.bincount(step, minlength=MARGINS).flip(0).cumsum(0).flip(0)
+        same = torch.bincount(step[stays], minlength=MARGINS).flip(0).cumsum(0).flip(0)
+        rows.append(torch.where(total > 0, same / total.clamp_min(1), 1.0))
+    return torch.stack(rows) if rows else torch.zeros(0, MARGINS)

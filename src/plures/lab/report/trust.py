@@ -1,0 +1,136 @@
+"""What the page shows of runs measured away from home: under shift, among other data, when they keep silent."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from plures.lab.compare.rows import Row
+from plures.lab.evaluation.trust import kept_trust
+from plures.lab.report.charts import WIDTH, limits_of, percent_ticks
+from plures.lab.report.drawing import Drawing, Panel, nice_ticks, whole_ticks
+from plures.lab.report.gather import Detail
+from plures.lab.report.sections import Figure, Section
+from plures.lab.tables import percent
+
+Found = Mapping[str, Any]
+Measured = Sequence[tuple[Detail, Found]]
+LINE = 15  # units from one line of a legend to the next
+
+
+def trust_sections(rows: Sequence[Row], details: Sequence[Detail]) -> list[Section]:
+    """Draw what was measured of the rows' first runs by `plures compare --shift --ood DATA`; nothing where nothing was.
+
+    trust_sections(rows, details)[0].title
+    """
+    every = [(detail, kept_trust(row.runs[0].path)) for row, detail in zip(rows, details, strict=True)]
+    made = []
+    if shifted := [(detail, found) for detail, found in every if "shift" in found]:
+        made.append(_shift(shifted))
+    if strange := [(detail, found) for detail, found in every if "ood" in found]:
+        made.append(_strangers(strange))
+    if silent := [(detail, found) for detail, found in every if "risk_coverage" in found]:
+        made.append(_risk(silent))
+    return made
+
+
+def _shift(measured: Measured) -> Section:
+    images = measured[0][1]["shift"]["images"]
+    ends = [(one, found["home"]["accuracy"], found["shift"]["by_severity"][-1]["accuracy"]) for one, found in measured]
+    words = "; ".join(f"{one.name} from {percent(first)} to {percent(last)}" for one, first, last in ends)
+    says = f"Accuracy falls: {words}."
+    return Section(
+        "shift",
+        "Under shift",
+        f"Eleven published corruptions (noise, blur, weather, files) at five severities, on {images:,} test images; "
+        "the lines are means over all kinds, and severity 0 is the images as they are.",
+        [Figure("all", measured[0][0].colour, _severity(measured, says), says)],
+    )
+
+
+def _severity(measured: Measured, says: str) -> Markup:
+    drawing = Drawing(WIDTH, 178 + LINE * len(measured))
+    for place, (key, title) in enumerate((("accuracy", "accuracy"), ("ece", "ECE"))):
+        lines = [[found["home"][key], *(one[key] for one in found["shift"]["by_severity"])] for _, found in measured]
+        limits = limits_of([value for line in lines for value in line])
+        ticks = (
+            percent_ticks(limits) if key == "accuracy" else [(one, f"{one:g}") for one in nice_ticks(*limits, most=4)]
+        )
+        panel = Panel(drawing, 38 + 182 * place, 22, 134, 116, (0, 5), limits)
+        within = [(value, word) for value, word in ticks if limits[0] <= value <= limits[1]]
+        panel.axes(whole_ticks(0, 5), within, title=title, x_title="severity")
+        for (detail, _), values in zip(measured, lines, strict=True):
+            points = [(panel.px(severity), panel.py(value)) for severity, value in enumerate(values)]
+            drawing.line(points, "curve", f"--look:{detail.colour}")
+    _legend(drawing, measured, 176)
+    return drawing.markup(says)
+
+
+def _strangers(measured: Measured) -> Section:
+    data = measured[0][1]["ood"]["data"]
+    highest = max(max(found["ood"]["known"] + found["ood"]["strange"]) for _, found in measured)
+
+    def figure(detail: Detail, found: Found) -> Figure:
+        auroc = {one["score"]: one["auroc"] for one in found["ood"]["scores"]}["entropy"]
+        says = f"Entropy tells {found['ood']['data']} from the own test images with an AUROC of {percent(auroc)}."
+        return Figure(detail.name, detail.colour, _histogram(found["ood"], highest, says), says)
+
+    return Section(
+        "strangers",
+        f"Known and strange images: {data}",
+        "How unsure the ensemble is, in nats of entropy: of its own test images, upwards, and of images that it cannot "
+        "know, downwards, each as a share of its kind. The less they overlap, the better strangers are recognised.",
+        [figure(detail, found) for detail, found in measured],
+    )
+
+
+def _histogram(counts: Found, highest: float, says: str) -> Markup:
+    drawing = Drawing(WIDTH, 200)
+    most = counts["most"]
+    upper = Panel(drawing, 38, 18, WIDTH - 46, 74, (0, most), (0, highest))
+    lower = Panel(drawing, 38, 92, WIDTH - 46, 74, (0, most), (highest, 0))
+    for panel, kind, word in ((upper, "right", "known"), (lower, "wrong", "strange")):
+        step = most / len(counts[word])
+        for place, share in enumerate(counts[word]):
+            top, bottom = sorted([panel.py(0), panel.py(share)])
+            tip = f"{word}: {share:.1%} between {step * place:.2f} and {step * (place + 1):.2f} nats"
+            drawing.rectangle(panel.px(step * place), top, panel.width / len(counts[word]) - 1, bottom - top, kind, tip)
+        panel.level(0, "base")
+        drawing.text(panel.left, panel.top - 8 if panel is upper else panel.bottom + 28, word, f"name-{kind}")
+    for value in (one for one in nice_ticks(0, most, most=4) if one <= most):
+        drawing.text(lower.px(value), lower.bottom + 14, f"{value:g}", "tick", "middle")
+    return drawing.markup(says)
+
+
+def _risk(measured: Measured) -> Section:
+    halves = [
+        next(
+            risk
+            for share, risk in zip(*(found["risk_coverage"][key] for key in ("coverage", "risk")), strict=True)
+            if share >= 0.5
+        )
+        for _, found in measured
+    ]
+    words = "; ".join(f"{one.name} {percent(half)}" for (one, _), half in zip(measured, halves, strict=True))
+    says = f"Of the surest half of the answers so many are wrong: {words}."
+    drawing = Drawing(WIDTH, 188 + LINE * len(measured))
+    limits = limits_of([0.0, *(risk for _, found in measured for risk in found["risk_coverage"]["risk"])])
+    panel = Panel(drawing, 38, 12, WIDTH - 46, 136, (0, 1), limits)
+    ticks = [(value, word) for value, word in percent_ticks(limits) if limits[0] <= value <= limits[1]]
+    panel.axes([(0.0, "0"), (0.5, "50"), (1.0, "100")], ticks, x_title="answered, %")
+    for detail, found in measured:
+        pairs = zip(found["risk_coverage"]["coverage"], found["risk_coverage"]["risk"], strict=True)
+        drawing.line([(panel.px(share), panel.py(risk)) for share, risk in pairs], "curve", f"--look:{detail.colour}")
+    _legend(drawing, measured, 190)
+    return Section(
+        "risk",
+        "When it may keep silent",
+        "The error rate among the most confident answers, against the share that is answered. Lower is better.",
+        [Figure("all", measured[0][0].colour, drawing.markup(says), says)],
+    )
+
+
+def _legend(drawing: Drawing, measured: Measured, top: float) -> None:
+    for place, (detail, _) in enumerate(measured):
+        drawing.circle(44, top + LINE * place - 4, 4, "dot", style=f"--look:{detail.colour}")
+        drawing.text(54, top + LINE * place, detail.name)

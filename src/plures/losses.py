@@ -1,0 +1,156 @@
+"""Losses that say what a network's outputs mean: where the classes are, or which numbers are means and variances."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plures.errors import PluresError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Train a classifier whose classes are on another axis than the second.
+
+        ensemble = plures.DeepEnsemble(tagger, loss=plures.CrossEntropy(class_axis=-1))  # [batch, tokens, classes]
+        for stage in ensemble.stages():
+            stage(tokens, tags).backward()
+        ensemble(tokens)  # [members, batch, classes, tokens]
+
+    The ensemble itself answers with the classes after the batch, as torch's losses want them. Targets of -100 do not
+    count.
+    """
+
+    class_axis: int = 1
+    """The axis of the network's output that holds the classes."""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of logits [batch, ...] with the classes on `class_axis`."""
+        return F.cross_entropy(logits.movedim(self.class_axis, 1), targets)
+
+
+@dataclass(frozen=True)
+class GaussianNLL:
+    """Train a regression network that returns means and log-variances, [batch, 2 d], on targets [batch, d].
+
+        forecaster = plures.DeepEnsemble(regressor, loss=plures.GaussianNLL())
+        for stage in forecaster.stages():
+            stage(x, y).backward()
+        forecaster.regress(x).std
+
+    The first half of the outputs are the means, the second half the logarithms of the variances; torch's
+    GaussianNLLLoss is inside.
+    """
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood, without the constant that no weight changes."""
+        mean, variance = mean_and_variance(outputs)
+        if targets.dim() == 1 and mean.shape[1] == 1:
+            targets = targets[:, None]
+        if targets.shape != mean.shape:
+            raise PluresError(
+                f"the network returned {list(outputs.shape)}, means and log-variances of {list(mean.shape)} numbers, "
+                f"for targets of shape {list(targets.shape)}: give targets of the means' shape"
+            )
+        return F.gaussian_nll_loss(mean, targets, variance)
+
+
+def mean_and_variance(outputs: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
+    """Split what a network returns into means and variances.
+
+    >>> mean_and_variance(torch.tensor([[3.0, 0.0]]))
+    (tensor([[3.]]), tensor([[1.]]))
+    """
+    if outputs.dim() <= axis or outputs.shape[axis] % 2:
+        raise PluresError(
+            f"the network returned {list(outputs.shape)}; means and log-variances need [batch, 2 d], an even number"
+        )
+    mean, log_variance = outputs.chunk(2, dim=axis)
+    return mean, log_variance.exp()
+
+
+NUMBERS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss", "poisson_nll_loss")
+NUMBER_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss)
+CLASS_LOSSES = (CrossEntropy, nn.CrossEntropyLoss)
+
+
+def is_for_numbers(loss: Loss) -> bool:
+    """Tell whether a loss is known to train regression.
+
+    >>> is_for_numbers(F.mse_loss), is_for_numbers(F.cross_entropy)
+    (True, False)
+    """
+    return isinstance(loss, (GaussianNLL, *NUMBER_LOSSES)) or any(loss is getattr(F, name) for name in NUMBERS)
+
+
+def is_for_classes(loss: Loss) -> bool:
+    """Tell whether a loss is known to train classification.
+
+    >>> is_for_classes(F.cross_entropy), is_for_classes(lambda outputs, targets: outputs.sum())
+    (True, False)
+    """
+    return loss is F.cross_entropy or isinstance(loss, CLASS_LOSSES)
+
+
+def class_axis(loss: Loss) -> int:
+    """Say on which axis of a network's output the classes are.
+
+    >>> class_axis(CrossEntropy(class_axis=-1)), class_axis(F.cross_entropy)
+    (-1, 1)
+    """
+    return loss.class_axis if isinstance(loss, CrossEntropy) else 1
+
+
+def as_json(loss: Loss) -> dict[str, Any] | None:
+    """Describe a loss that a file can name; None for one of the user's own.
+
+    >>> as_json(CrossEntropy(class_axis=-1))
+    {'name': 'CrossEntropy', 'class_axis': -1}
+    """
+    if isinstance(loss, CrossEntropy):
+        return {"name": "CrossEntropy", "class_axis": loss.class_axis}
+    if isinstance(loss, GaussianNLL):
+        return {"name": "GaussianNLL"}
+    if loss is F.mse_loss or (type(loss) is nn.MSELoss and loss.reduction == "mean"):
+        return {"name": "mse_loss"}
+    return None
+
+
+def from_json(description: dict[str, Any] | None) -> Loss | None:
+    """Give the loss that a file names, or None.
+
+    >>> from_json({"name": "GaussianNLL"})
+    GaussianNLL()
+    """
+    match description:
+        case {"name": "CrossEntropy", "class_axis": int(axis)}:
+            return CrossEntropy(axis)
+        case {"name": "GaussianNLL"}:
+            return GaussianNLL()
+        case {"name": "mse_loss"}:
+            return F.mse_loss
+    return None
+
+
+def name_of(loss: Loss) -> str:
+    """Name a loss in an error.
+
+    >>> name_of(F.mse_loss), name_of(nn.MSELoss())
+    ('mse_loss', 'MSELoss')
+    """
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def classes_second(outputs: Tensor, loss: Loss) -> Tensor:
+    """Move the classes of [members, batch, ...] to the axis after the batch, where every ensemble answers with them.
+
+    >>> classes_second(torch.zeros(5, 8, 20, 3), CrossEntropy(class_axis=-1)).shape
+    torch.Size([5, 8, 3, 20])
+    """
+    axis = class_axis(loss)
+    return outputs if axis == 1 else torch.movedim(outputs, axis + 1 if axis >= 0 else axis, 2)

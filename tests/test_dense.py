@@ -1,0 +1,175 @@
+"""Dense answers go through stages, forward, predict, metrics and files like flat ones."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForTokenClassification
+
+import plures
+from plures import PluresError, metrics
+
+CLASSES = 3
+
+
+class Painter(nn.Module):
+    """A small encoder-decoder: pictures [batch, 3, side, side] in, logits [batch, classes, side, side] out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.deep = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.paint = nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        painted: Tensor = self.paint(self.up(self.deep(self.down(x))).relu())
+        return painted
+
+
+def painter() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Painter()
+
+
+def tagger() -> nn.Module:
+    config = BertConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        num_labels=CLASSES,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BertForTokenClassification(config)
+
+
+def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Rectangles of two colours before a dark background, and where they are."""
+    random = torch.Generator().manual_seed(seed)
+    maps = torch.zeros(count, 12, 12, dtype=torch.long)
+    for one in maps:
+        for kind in (1, 2):
+            top, left = torch.randint(0, 7, (2,), generator=random).tolist()
+            one[top : top + 5, left : left + 5] = kind
+    colours = torch.tensor([[-1.0, -1, -1], [1, 0, -1], [-1, 0, 1]])
+    return colours[maps].movedim(-1, 1) + 0.8 * torch.randn(count, 3, 12, 12, generator=random), maps
+
+
+def sentences(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Words whose class follows from their number; the last two are not labelled."""
+    words = torch.randint(0, 30, (count, 10), generator=torch.Generator().manual_seed(seed))
+    targets = words % CLASSES
+    targets[:, -2:] = -100
+    return words, targets
+
+
+def train(ensemble: plures.Ensemble, data: tuple[Tensor, Tensor], steps: int) -> plures.Ensemble:
+    for stage in ensemble.stages():
+        optimizer = torch.optim.Adam(stage.parameters(), lr=0.02)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            stage(*data).backward()
+            optimizer.step()
+    return ensemble
+
+
+LAST = plures.CrossEntropy(class_axis=-1)
+METHODS = [
+    ("OrthogonalDropout", {"members": 2, "optimize_masks": False}, 2),
+    ("OrthogonalDropout", {"members": 2}, 2),
+    ("Deterministic", {}, 1),
+    ("MCDropout", {"passes": 3}, 3),
+    ("DeepEnsemble", {"members": 2}, 2),
+    ("BatchEnsemble", {"members": 2}, 2),
+    ("Masksembles", {"members": 4}, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "members"), METHODS, ids=lambda value: value if isinstance(value, str) else ""
+)
+@pytest.mark.parametrize("kind", ["pictures", "sentences"])
+def test_dense_answers_keep_the_contract(kind: str, name: str, options, members: int, tmp_path: Path) -> None:
+    network, data = (painter(), pictures(6, 0)) if kind == "pictures" else (tagger(), sentences(6, 0))
+    more = {} if kind == "pictures" else {"loss": LAST}
+    places = tuple(data[1].shape[1:])
+    if name == "Masksembles" and kind == "sentences":
+        more["scale"] = 1.5
+    ensemble = train(getattr(plures, name)(network, **options, **more), data, steps=2)
+    assert ensemble(data[0]).shape == (members, 6, CLASSES, *places)
+    prediction = ensemble.predict(data[0], batch_size=4)
+    assert prediction.members.shape == (members, 6, CLASSES, *places)
+    torch.testing.assert_close(prediction.probabilities.sum(1), torch.ones(6, *places))
+    for part in (prediction.label, prediction.confidence, prediction.total, prediction.aleatoric, prediction.epistemic):
+        assert part.shape == (6, *places)
+    torch.testing.assert_close(prediction.total, prediction.aleatoric + prediction.epistemic, atol=1e-5, rtol=0)
+    assert len(ensemble.predict(data[0][:0])) == 0
+    assert "6 samples" in repr(prediction)
+    ensemble.calibrate(*data)
+    plures.save(ensemble, tmp_path / "dense.safetensors")
+    loaded = plures.load(tmp_path / "dense.safetensors", network)
+    assert torch.equal(loaded.predict(data[0]).probabilities, ensemble.predict(data[0]).probabilities)
+    assert loaded.loss == ensemble.loss
+    assert 0 <= metrics.accuracy(prediction.probabilities, data[1]) <= 1
+
+
+@pytest.fixture(scope="module")
+def painted() -> plures.Ensemble:
+    split = plures.OrthogonalDropout(painter(), members=2, optimize_masks=False, granularity="weight")
+    return train(split, pictures(24, 1), steps=80)
+
+
+def test_segmentation_learns_and_is_calibrated(painted: plures.Ensemble) -> None:
+    ensemble = copy.deepcopy(painted)
+    pixels, maps = pictures(24, 2)
+    plain = ensemble.predict(pixels)
+    assert metrics.accuracy(plain.probabilities, maps) > 0.8
+    ensemble.calibrate(*pictures(24, 3))
+    assert metrics.nll(ensemble.predict(pixels).probabilities, maps) < metrics.nll(plain.probabilities, maps) + 0.01
+    before, after = ensemble.calibration.nll.tolist()
+    assert after <= before
+    careful = ensemble.predict(pixels, abstain_below=0.9)
+    assert careful.label.shape == maps.shape
+    sure = ~careful.abstained
+    assert metrics.accuracy(plain.probabilities, maps) < float((careful.label == maps)[sure].double().mean())
+
+
+def test_engines_answer_densely_as_well(painted: plures.Ensemble) -> None:
+    pixels, _ = pictures(4, 2)
+    engine = painted.engine("unfolded", fold=False)
+    assert torch.equal(engine.predict(pixels).probabilities, painted.predict(pixels).probabilities)
+
+
+def test_a_tagger_learns_from_the_labelled_words() -> None:
+    ensemble = train(plures.DeepEnsemble(tagger(), members=2, loss=LAST), sentences(32, 0), steps=60)
+    words, targets = sentences(16, 5)
+    prediction = ensemble.predict({"input_ids": words})
+    assert prediction.label.shape == (16, 10)
+    assert metrics.accuracy(prediction.probabilities, targets) > 0.9
+
+
+def test_promises_are_not_made_for_places(painted: plures.Ensemble) -> None:
+    ensemble = copy.deepcopy(painted).calibrate(*pictures(8, 3))
+    prediction = ensemble.predict(pictures(2, 4)[0])
+    for ask in (
+        prediction.sets,
+        lambda: prediction.abstain(0.1),
+        lambda: ensemble.predict(pictures(2, 4)[0], until=0.9),
+    ):
+        with pytest.raises(
+            PluresError, match="need one answer per sample: the places of one image are not independent"
+        ):
+            ask()
+
+
+def test_dense_targets_of_another_shape_get_one_sentence(painted: plures.Ensemble) -> None:
+    pixels, maps = pictures(8, 3)
+    with pytest.raises(PluresError, match=r"targets of shape \(8, 12, 11\) must have one entry for each place"):
+        painted.calibrate(pixels, maps[:, :, 1:])
