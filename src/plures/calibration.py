@@ -66,7 +66,7 @@ class ClassCalibration:
         after = nll(tempered(warmed.mean(0), temperatures[-1]), labels)
         dense = members.dim() > 3
         ordered = plain.sort(dim=1, descending=True, stable=True).indices
-        rank = ordered.eq(labels[:, None]).int().argmax(dim=1) + 1
+        rank = (ordered.eq(labels[:, None]).int().argmax(dim=1) + 1).int()
         none = slice(0, 0) if dense else slice(None)  # places of one image are not drawn independently of each other
         return cls(
             torch.tensor(temperatures, dtype=torch.float64),

@@ -100,6 +100,7 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
         ["Brier", figure(found["brier"]), "squared distance to the truth, 0 to 2"],
         ["ECE", figure(found["ece"], 4), "gap between confidence and accuracy"],
         ["calibrated NLL", figure(found["calibrated_nll"]), _temperature(found["temperature"])],
+        ["calibrated ECE", figure(found.get("calibrated_ece"), 4), "at the same temperature"],
         ["AURC", figure(found["aurc"], 4), "error rate when the least confident are left out, averaged"],
         ["member accuracy", percent(found["mean_member_accuracy"]), _each(found["member_accuracies"])],
         ["agreement", figure(found["agreement"]), "1: members fail together; 0: independently"],
@@ -154,12 +155,20 @@ def answers_table(answers: Sequence["Answer"]) -> Table:
 
     show(answers_table(answers))
     """
+    with_sets = any(one.classes is not None for one in answers)
     lines = [
-        [one.file, one.label or "abstains", percent(one.confidence), figure(one.epistemic), _votes(one.votes)]
+        [
+            one.file,
+            one.label or "abstains",
+            percent(one.confidence),
+            *([", ".join(one.classes or []) or "none"] if with_sets else []),
+            figure(one.epistemic),
+            _votes(one.votes),
+        ]
         for one in answers
     ]
-    columns = ["file", "label", "confidence", "epistemic", "votes"]
-    return table("", columns, lines, words=["file", "label", "votes"])
+    columns = ["file", "label", "confidence", *(["one of"] if with_sets else []), "epistemic", "votes"]
+    return table("", columns, lines, words=["file", "label", "one of", "votes"])
 
 
 def recipes_list(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None]) -> list[Table | str]:

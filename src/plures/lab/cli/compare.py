@@ -24,6 +24,7 @@ class Compare:
       plures compare cifar10-cpu --methods deterministic deep-ensemble
       plures compare cifar10-cpu --methods orthogonal-dropout
         orthogonal-dropout:granularity=kernel mymethods:TwoHeads
+      plures compare cifar10-cpu --shift --ood svhn
       plures compare digits --epochs.train 10 --runs runs/short --on ray
 
     What happens:
@@ -50,6 +51,10 @@ class Compare:
     """Where runs are made: here, or by the workers of a Ray cluster that sees the same folders."""
     data_dir: DataDir = None
     """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    shift: Switch = False
+    """Measure under corruptions, too: columns, and charts in the report."""
+    ood: Annotated[str | None, arg(metavar="DATA")] = None
+    """Measure how well other data are told apart, too: a name, a folder or a hub id."""
     json: Switch = False
     """Print the results as JSON."""
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
@@ -72,7 +77,15 @@ class Compare:
         from plures.lab.compare.compare import compare
 
         folder = write.writable(self.runs / self.recipe)
-        (rows,) = compare([comparison], self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
+        (rows,) = compare(
+            [comparison],
+            self.runs,
+            at_once=self.jobs,
+            data_dir=self.data_dir,
+            on=self.on,
+            shift=self.shift,
+            ood=self.ood,
+        )
         chosen = write.columns(rows)
         paths = write.write(folder, "results", rows, chosen, write.about(rows))
         tell_failures(rows)

@@ -18,6 +18,7 @@ class Predict:
     Examples:
       plures predict runs/birds wren.jpg robin.png
       plures predict runs/birds photographs --abstain-below 0.8 --json
+      plures predict runs/birds wren.jpg --coverage 0.9 --risk 0.05
 
     How pictures are read:
       They are prepared as the training images were: upright, grey or colour,
@@ -25,6 +26,11 @@ class Predict:
       needed no such change, it is reported. A file that cannot be read is named
       with the reason; the others are predicted, and the exit code is 2.
       Uncertainty is in nats: 0 where all members agree.
+
+    What is promised:
+      --coverage and --risk hold for pictures like the validation images that
+      the run was calibrated on (conformal prediction; selection with bounded
+      risk, with a probability of 95 %). Too few of them are told.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -33,6 +39,10 @@ class Predict:
     """PNG, JPEG or other pictures, or folders of them."""
     abstain_below: Annotated[float | None, arg(metavar="P")] = None
     """Give no label where the confidence lies below."""
+    coverage: Annotated[float | None, arg(metavar="P")] = None
+    """Give the set of classes that holds the true one with this probability."""
+    risk: Annotated[float | None, arg(metavar="P")] = None
+    """Give labels of which at most this share is wrong, and none where that cannot be promised."""
     trust_code: Switch = False
     """Run the code that a folder of somebody else names as its network or method."""
     json: Switch = False
@@ -43,13 +53,13 @@ class Predict:
     def __call__(self) -> int:
         """Predict, and show what the members think."""
         from plures.lab import tables
-        from plures.lab.evaluation.predict import Answer, Failure, predict_files
+        from plures.lab.evaluation.predict import Answer, Failure, Wanted, predict_files
         from plures.lab.runs.open import open_run
 
         if not self.images:
             raise PluresError("there are no images to predict: name files or folders after the run")
         run = open_run(self.run, trust_code=self.trust_code)
-        results = list(predict_files(run, self.images, self.abstain_below))
+        results = list(predict_files(run, self.images, Wanted(self.abstain_below, self.coverage, self.risk)))
         answers = [result for result in results if isinstance(result, Answer)]
         failures = [result for result in results if isinstance(result, Failure)]
         for failure in failures:

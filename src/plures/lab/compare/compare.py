@@ -12,7 +12,7 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Job, unique
 from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_done, run_all
 from plures.lab.compare.progress import Watch
-from plures.lab.compare.rows import Finished, Row, make_rows, with_costs
+from plures.lab.compare.rows import Finished, Row, make_rows, with_costs, with_trust
 from plures.lab.data import Data
 from plures.lab.methods import method_class
 from plures.lab.runs.config import differences
@@ -31,19 +31,26 @@ def compare(
     at_once: int | None = None,
     data_dir: Path | None = None,
     on: Where = "here",
+    shift: bool = False,
+    ood: str | None = None,
 ) -> list[list[Row]]:
     """Make what is missing of some comparisons and return the rows of each.
 
         rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
 
     Finished runs are not made again, interrupted ones are resumed. Missing data is reported before anything is made. A
-    run that fails does not stop the others: its row gives the reason.
+    run that fails does not stop the others: its row gives the reason. `shift` and `ood` (other data) ask for what is
+    measured away from home; it is kept in the run folders.
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]
     if any(row.runs and row.costs is None for rows in tables for row in rows):
         print("measuring sizes and speeds", file=sys.stderr)
-    return [with_costs(rows) for rows in tables]
+    tables = [with_costs(rows) for rows in tables]
+    if shift or ood:
+        print("measuring under shift and among other data", file=sys.stderr)
+        tables = [with_trust(rows, data_dir, shift=shift, ood=ood) for rows in tables]
+    return tables
 
 
 def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, on: Where) -> dict[Path, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError
+from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.methods import short_name
 from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
 from plures.lab.recipes import RECIPES
@@ -49,7 +50,7 @@ class Finished:
         if not (path / "metrics.json").is_file():
             command = train_command(config, path)
             raise PluresError(f"the run in {path} is trained but not measured; to finish it: {command}")
-        return cls(path, config, folder.metrics())
+        return cls(path, config, folder.metrics() | as_metrics(kept_trust(path)))
 
     @property
     def seed(self) -> int:
@@ -160,6 +161,19 @@ def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
         replace(row, costs=row.costs or measured_costs(row.runs[0].path, trust_code=trust_code)) if row.runs else row
         for row in rows
     ]
+
+
+def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: str | None) -> list[Row]:
+    """Measure the runs of the rows under shift and among other data, where that was not done yet.
+
+    rows = with_trust(rows, None, shift=True, ood="svhn")
+    """
+
+    def measured(run: Finished) -> Finished:
+        found = measured_trust(run.path, data_dir, shift=shift, ood=ood)
+        return replace(run, metrics={**run.metrics, **as_metrics(found)})
+
+    return [replace(row, runs=tuple(map(measured, row.runs))) for row in rows]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

@@ -34,6 +34,12 @@ METRICS = (
     "mean_member_accuracy",
     "agreement",
     "seconds",
+    "calibrated_ece",
+    "shift_accuracy",
+    "shift_nll",
+    "shift_ece",
+    "ood_auroc",
+    "ood_fpr95",
 )
 
 PAPER_TITLE = "paper: accuracy % / NLL / ECE"
@@ -80,6 +86,11 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _cost("prediction", "prediction", "{:.1f} x"),
         _cost("training epochs", "epochs", "{:.0f}"),
         _measured("calibrated NLL", "calibrated_nll", "low"),
+        _measured("calibrated ECE", "calibrated_ece", "low", digits=4),
+        _measured("accuracy % under shift", "shift_accuracy", "high", digits=1, scale=100),
+        _measured("NLL under shift", "shift_nll", "low"),
+        _measured("ECE under shift", "shift_ece", "low", digits=4),
+        _measured("AUROC % of other data", "ood_auroc", "high", digits=1, scale=100),
         _measured("Brier", "brier", "low"),
         _measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
         _measured("agreement", "agreement", None),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plures import metrics
+from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data, Split
@@ -32,13 +33,25 @@ def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
     """
     members, targets = predictions(ensemble, data.test)
     result = scores(members, targets)
-    if len(data.validation):
-        held_out, labels = predictions(ensemble, data.validation)
-        temperature = metrics.temperature(held_out.mean(0), labels)
-        calibrated = metrics.nll(metrics.tempered(members.mean(0), temperature), targets)
-    else:
-        temperature = calibrated = math.nan
-    return result | {"temperature": _number(temperature), "calibrated_nll": _number(calibrated)}
+    names = ("temperature", "calibrated_nll", "calibrated_ece")
+    if not len(data.validation):
+        return result | dict.fromkeys(names)
+    held_out, labels = predictions(ensemble, data.validation)
+    temperature = metrics.temperature(held_out.mean(0), labels)
+    calibrated = metrics.tempered(members.mean(0), temperature)
+    found = (temperature, metrics.nll(calibrated, targets), metrics.ece(calibrated, targets))
+    return result | dict(zip(names, found, strict=True))
+
+
+def calibrate(ensemble: Ensemble, data: Data) -> bool:
+    """Calibrate an ensemble on the validation images; tell whether there are enough of them to learn from.
+
+    calibrate(ensemble, data)
+    """
+    if len(data.validation) == 0 or len(set(data.validation.labels.tolist())) < 2:
+        return False
+    ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation))
+    return True
 
 
 def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -85,14 +98,25 @@ def evaluate_ood(ensemble: Ensemble, data: Data, unfamiliar: Data) -> list[dict[
     """
     inside, _ = predictions(ensemble, data.test)
     outside, _ = predictions(ensemble, unfamiliar.test)
-    unusual: dict[str, Callable[[Tensor], Tensor]] = {
-        "1 - max p": lambda members: 1 - members.mean(0).amax(-1),
-        "entropy": lambda members: metrics.uncertainty(members).total,
-        "mutual information": lambda members: metrics.uncertainty(members).epistemic,
-    }
+    return told_apart(inside, outside)
+
+
+# How unusual a sample is, by its members' probabilities [members, samples, classes].
+UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "1 - max p": lambda members: 1 - members.mean(0).amax(-1),
+    "entropy": lambda members: metrics.uncertainty(members).total,
+    "mutual information": lambda members: metrics.uncertainty(members).epistemic,
+}
+
+
+def told_apart(inside: Tensor, outside: Tensor) -> list[dict[str, Any]]:
+    """Measure how well each score tells other samples, [members, samples, classes], from the data's own.
+
+    told_apart(members, members_of_svhn)[0]["auroc"]
+    """
     return [
         {"score": name} | dataclasses.asdict(metrics.ood(score(inside), score(outside)))
-        for name, score in unusual.items()
+        for name, score in UNUSUAL.items()
     ]
 
 

@@ -1,5 +1,6 @@
 """Predict picture files with a finished run: what `plures predict` does."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Answer:
     epistemic: float  # nats that the members disagree by
     total: float  # nats of uncertainty in all
     votes: list[str]  # each member's label
+    classes: list[str] | None = None  # the set that holds the true class as often as was asked for
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,28 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
         yield from found
 
 
-def predict_files(run: Run, paths: Sequence[Path], abstain_below: float | None) -> Iterator[Answer | Failure]:
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of an ensemble beyond its labels.
+
+    Wanted(coverage=0.9, risk=0.01)
+    """
+
+    abstain_below: float | None = None  # give no label where the confidence lies below
+    coverage: float | None = None  # give sets of classes that hold the true one so often
+    risk: float | None = None  # give labels of which at most this share is wrong
+
+
+def predict_files(run: Run, paths: Sequence[Path], wanted: Wanted) -> Iterator[Answer | Failure]:
     """Predict every picture, or say why it cannot be: one bad file does not stop the others.
 
-    for result in predict_files(run, [Path("wren.png")], abstain_below=None): ...
+    for result in predict_files(run, [Path("wren.png")], Wanted(coverage=0.9)): ...
     """
+    if run.ensemble.calibration is None and (wanted.coverage is not None or wanted.risk is not None):
+        raise PluresError(
+            f"the run in {run.path} is not calibrated, so it can promise nothing: it had no validation images, or an "
+            "earlier version trained it; remove its metrics.json and give its plures train command again"
+        )
     waiting: list[tuple[Path, np.ndarray]] = []
     for path in picture_files(paths):
         if isinstance(path, Failure):
@@ -74,16 +93,20 @@ def predict_files(run: Run, paths: Sequence[Path], abstain_below: float | None) 
         except PluresError as error:
             yield Failure(visible(str(path)), str(error))
         if len(waiting) == BATCH:
-            yield from _predict(run, waiting, abstain_below)
+            yield from _predict(run, waiting, wanted)
             waiting = []
     if waiting:
-        yield from _predict(run, waiting, abstain_below)
+        yield from _predict(run, waiting, wanted)
 
 
-def _predict(run: Run, pictures: list[tuple[Path, np.ndarray]], abstain_below: float | None) -> Iterator[Answer]:
+def _predict(run: Run, pictures: list[tuple[Path, np.ndarray]], wanted: Wanted) -> Iterator[Answer]:
     pixels = torch.from_numpy(np.stack([pixels for _, pixels in pictures]))
     inputs = run.info.normalise(pixels).to(device_of(run.ensemble))
-    prediction = run.ensemble.predict(inputs, abstain_below=abstain_below)
+    prediction = run.ensemble.predict(inputs, abstain_below=wanted.abstain_below)
+    sets = None if wanted.coverage is None else prediction.sets(wanted.coverage)
+    if wanted.risk is not None:
+        careful = prediction.abstain(wanted.risk)
+        prediction = dataclasses.replace(prediction, label=careful.label.where(~prediction.abstained, ABSTAINED))
     names = run.info.classes
     votes = prediction.members.argmax(-1)
     for row, (path, _) in enumerate(pictures):
@@ -95,4 +118,5 @@ def _predict(run: Run, pictures: list[tuple[Path, np.ndarray]], abstain_below: f
             epistemic=float(prediction.epistemic[row]),
             total=float(prediction.total[row]),
             votes=[names[int(vote)] for vote in votes[:, row]],
+            classes=None if sets is None else [name for name, held in zip(names, sets[row], strict=True) if held],
         )

@@ -75,7 +75,8 @@ def _measure(run: Run) -> Costs:
     fresh = type(run.ensemble)(network, **RunFolder(run.path).config()["options"]).to(device_for())
     with one_thread() as clock:
         return Costs(
-            size=(run.path / "ensemble.safetensors").stat().st_size / _file_size(single),
+            # Without what was learned from held-out images, which the single network's file would hold as well.
+            size=_file_size(run.ensemble.calibrate(None)) / _file_size(single),
             prediction=relative(prediction(run.ensemble.predict, inputs), prediction(single.predict, inputs), clock),
             epochs=_epochs(fresh, single, run, clock),
         )

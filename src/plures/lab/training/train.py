@@ -11,7 +11,7 @@ from accelerate import PartialState
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data
-from plures.lab.evaluation.evaluate import evaluate
+from plures.lab.evaluation.evaluate import calibrate, evaluate
 from plures.lab.methods import method_class, method_options
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made
@@ -19,6 +19,7 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for
 from plures.lab.runs.trust import sign
 from plures.lab.training.fit import fit
+from plures.storage import save
 
 log = logging.getLogger("plures")
 
@@ -50,14 +51,17 @@ def train(
 
 
 def _measured(folder: RunFolder, ensemble: Ensemble, data: Data) -> dict[str, Any]:
-    """Read the metrics of a finished run, or measure them."""
+    """Read the metrics of a finished run, or measure them and let its file know what the validation images taught."""
     if folder.measured.is_file():
         return folder.metrics()
     found = evaluate(ensemble.to(device_for()), data)
-    found["bytes"] = folder.ensemble.stat().st_size
     found["seconds"] = sum(record["seconds"] for record in folder.records())
+    found["bytes"] = folder.ensemble.stat().st_size
     try:
         with folder.locked(wait=True):  # two processes may have come to the end of the same run
+            if calibrate(ensemble, data):  # before the metrics: once they are there, nothing is measured again
+                save(ensemble, folder.ensemble)
+                found["bytes"] = folder.ensemble.stat().st_size
             folder.write(folder.measured, json.dumps(found, indent=2, allow_nan=False).encode() + b"\n")
     except PluresError as error:  # what was measured is not lost
         log.warning("%s", error)

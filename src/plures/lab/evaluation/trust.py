@@ -1,0 +1,180 @@
+"""How far a finished run can be trusted: under shift, among strangers, when it may keep silent, with fewer members.
+
+What is measured is kept in the run folder, as trust.json: comparisons, the report and the page in docs/ read it there.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plures import files, metrics
+from plures.calibration import ClassCalibration
+from plures.errors import PluresError
+from plures.guarantees import held_out_for_coverage
+from plures.lab.data import Data, Split, open_data
+from plures.lab.evaluation.evaluate import evaluate_shift, predictions, told_apart
+from plures.lab.runs.open import open_run
+
+FILE = "trust.json"
+SHIFT_IMAGES = 2000  # test images that are spoiled in every way; more would change the means by less than seeds do
+POINTS = 100  # of a risk-coverage curve
+BINS = 25  # of a histogram
+UNTIL = (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+COVERAGE = 0.9
+
+Trust = dict[str, Any]
+
+
+def kept_trust(folder: Path) -> Trust:
+    """Read what was measured of a run before; nothing is an empty dict.
+
+    kept_trust(Path("runs/digits/mimo/seed-0")).get("shift")
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is made again") from error
+    return found
+
+
+def measured_trust(folder: Path, data_dir: Path | None, *, shift: bool, ood: str | None) -> Trust:
+    """Measure what is asked for and was not measured before, and keep it in the run folder.
+
+    measured_trust(Path("runs/digits/mimo/seed-0"), None, shift=True, ood="svhn")["shift"]["accuracy"]
+    """
+    found = kept_trust(folder)
+    home_missing = "home" not in found
+    shift_missing = shift and "shift" not in found
+    ood_missing = ood is not None and found.get("ood", {}).get("data") != ood
+    if not (home_missing or shift_missing or ood_missing):
+        return found
+    run = open_run(folder)
+    data = run.data(data_dir)
+    members, targets = predictions(run.ensemble, data.test)
+    if home_missing:
+        found |= at_home(members, targets, *_held_out(run.ensemble, data))
+    if shift_missing:
+        found["shift"] = under_shift(run.ensemble, data)
+    if ood is not None and ood_missing:
+        other = open_data(ood, data_dir=data_dir, like=data.info).test
+        found["ood"] = {"data": ood, **among_strangers(members, predictions(run.ensemble, other)[0])}
+    with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
+        files.write(folder / FILE, json.dumps(found, indent=1, allow_nan=False).encode() + b"\n")
+    return found
+
+
+def as_metrics(found: Trust) -> dict[str, float]:
+    """Give the figures that a comparison shows, by the names that they have among a run's metrics.
+
+    >>> as_metrics({"shift": {"accuracy": 0.7, "nll": 1.0, "ece": 0.1}})["shift_accuracy"]
+    0.7
+    """
+    figures = {f"shift_{name}": found["shift"][name] for name in ("accuracy", "nll", "ece") if "shift" in found}
+    if "ood" in found:
+        best = {one["score"]: one for one in found["ood"]["scores"]}["entropy"]
+        figures |= {"ood_auroc": best["auroc"], "ood_fpr95": best["fpr95"]}
+    return figures
+
+
+def at_home(members: Tensor, targets: Tensor, held_out: Tensor | None, labels: Tensor | None) -> Trust:
+    """Measure on test images like those seen: before and after calibration, silent when unsure, and member by member.
+
+    at_home(*predictions(ensemble, data.test), *predictions(ensemble, data.validation))["on_demand"]
+    """
+    mean = members.mean(0)
+    curve = metrics.risk_coverage(mean, targets)
+    places = np.unique(np.linspace(0, len(targets) - 1, POINTS).round().astype(int))
+    found: Trust = {
+        "home": {"images": len(targets), "members": len(members), **_quality(mean, targets)},
+        "risk_coverage": {"coverage": curve.coverage[places].tolist(), "risk": curve.risk[places].tolist()},
+    }
+    if held_out is None or labels is None or not bool((labels != labels[0]).any()):
+        return found
+    calibration = ClassCalibration.fit(held_out, labels)
+    found["calibrated"] = {
+        "held_out": len(labels),
+        "temperature": calibration.temperature,
+        **_quality(calibration.probabilities(members), targets),
+    }
+    found["on_demand"] = [_on_demand(calibration, members, targets, until) for until in UNTIL]
+    if len(labels) >= held_out_for_coverage(COVERAGE):
+        for name, adaptive in (("least ambiguous", False), ("adaptive", True)):
+            sets = calibration.sets(mean, COVERAGE, adaptive, penalty=0.0, free=1)
+            covered = float(sets.gather(1, targets[:, None]).double().mean())
+            size = float(sets.sum(1).double().mean())
+            found.setdefault("sets", []).append({"kind": name, "asked": COVERAGE, "covered": covered, "size": size})
+    return found
+
+
+def under_shift(ensemble: Any, data: Data) -> Trust:
+    """Measure on spoiled test images: every row, and the means over all kinds at each severity.
+
+    under_shift(ensemble, data)["by_severity"][0]["accuracy"]
+    """
+    test = evenly(data.test, SHIFT_IMAGES)
+    rows = evaluate_shift(ensemble, dataclasses.replace(data, test=test))
+    severities = sorted({row["severity"] for row in rows})
+    return {
+        "images": len(test),
+        "rows": rows,
+        "by_severity": [
+            {"severity": severity} | _means([row for row in rows if row["severity"] == severity])
+            for severity in severities
+        ],
+        **_means(rows),
+    }
+
+
+def among_strangers(inside: Tensor, outside: Tensor) -> Trust:
+    """Measure how well doubt tells other data, [members, samples, classes], from the own.
+
+    among_strangers(members, members_of_svhn)["scores"]
+    """
+    doubt = [metrics.uncertainty(one).total for one in (inside, outside)]
+    most = float(np.log(inside.shape[-1]))
+    histograms = [(torch.histc(one, BINS, 0, most) / len(one)).tolist() for one in doubt]
+    return {"scores": told_apart(inside, outside), "known": histograms[0], "strange": histograms[1], "most": most}
+
+
+def evenly(split: Split, most: int) -> Split:
+    """Take at most so many rows of a split, evenly over all of it, so that every class keeps its share.
+
+    evenly(data.test, 2000)
+    """
+    if len(split) <= most:
+        return split
+    places = np.linspace(0, len(split) - 1, most).round().astype(int)
+    return dataclasses.replace(split, rows=split.rows[places], labels=split.labels[places])
+
+
+def _held_out(ensemble: Any, data: Data) -> tuple[Tensor | None, Tensor | None]:
+    return predictions(ensemble, data.validation) if len(data.validation) else (None, None)
+
+
+def _quality(probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+    named = {"accuracy": metrics.accuracy, "nll": metrics.nll, "ece": metrics.ece, "aurc": metrics.aurc}
+    return {name: metric(probabilities, targets) for name, metric in named.items()}
+
+
+def _on_demand(calibration: ClassCalibration, members: Tensor, targets: Tensor, until: float) -> dict[str, float]:
+    probabilities, used = calibration.on_demand(members, until)
+    return {"until": until, "members": float(used.double().mean())} | {
+        name: value for name, value in _quality(probabilities, targets).items() if name in ("accuracy", "nll")
+    }
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {name: fmean(row[name] for row in rows) for name in ("accuracy", "nll", "ece")}
