@@ -72,6 +72,23 @@ def test_every_method_answers_as_predict(method, tmp_path):
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
+@pytest.mark.parametrize("per_member", [False, True])
+def test_a_calibrated_ensemble_answers_as_predict(per_member, tmp_path):
+    ensemble = trained(SPLIT, networks.mlp)
+    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES, per_member=per_member)
+    plures.export(ensemble, tmp_path / "e.onnx", images(1))
+    assert_agrees(tmp_path / "e.onnx", ensemble)
+
+
+def test_numbers_and_dense_answers_are_refused(tmp_path):
+    numbers = plures.Deterministic(nn.Linear(3, 2), loss=plures.GaussianNLL())
+    with pytest.raises(plures.PluresError, match="trained with GaussianNLL cannot be exported"):
+        plures.export(numbers, tmp_path / "e.onnx", torch.randn(1, 3))
+    dense = plures.Deterministic(nn.Conv2d(3, 2, 1))
+    with pytest.raises(plures.PluresError, match="\\[members, batch, classes\\] can be exported"):
+        plures.export(dense, tmp_path / "e.onnx", torch.randn(1, 3, 4, 4))
+
+
 @pytest.mark.parametrize("make", [networks.resnet, networks.transformers_vit], ids=identify)
 def test_other_networks_answer_as_predict(make, tmp_path):
     ensemble = trained(SPLIT, make)

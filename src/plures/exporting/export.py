@@ -17,6 +17,7 @@ from plures.errors import PluresError
 from plures.exporting.members import OUTPUTS, SplitMembers, members_of, named_tensors
 from plures.exporting.program import program_of, quiet
 from plures.files import replacing
+from plures.losses import class_axis, is_for_numbers, name_of
 from plures.version import __version__
 
 Format = Literal["onnx", "pt2"]
@@ -74,10 +75,16 @@ def export(
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
     written = _need_onnx(int8 is not None) if chosen == "onnx" else None
+    if is_for_numbers(ensemble.loss) or class_axis(ensemble.loss) != 1:
+        raise PluresError(
+            f"an ensemble trained with {name_of(ensemble.loss)} cannot be exported: only classifiers can that return "
+            "logits [batch, classes]"
+        )
     members = members_of(ensemble)
     stored = _stored(members, apart=int8 is not None)
     about = _about(ensemble, stored, classes, metadata)
-    program = program_of(members, example_inputs, preprocess, seed=getattr(ensemble, "seed", 0))
+    seed = getattr(ensemble, "seed", 0)
+    program = program_of(members, example_inputs, preprocess, seed, ensemble.calibration)
     if written is None:
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from plures.calibration import ClassCalibration
 from plures.calling import Arguments, arguments, logits_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.metrics.arrays import TINY
 from plures.tensors import canonical, tensors
 
 Part = Callable[[int], Tensor]  # of a member, by its place among the trained
@@ -23,14 +25,23 @@ class Answer(nn.Module):
         Answer(members, arguments(images))(images)["probabilities"]
 
     It takes the tensors among the arguments that `like` shows, one by one; the others are fixed. `preprocess` turns
-    what the file is given into what the network takes: pixels into normalised images.
+    what the file is given into what the network takes: pixels into normalised images. The temperatures of a calibrated
+    ensemble are in the answer.
     """
 
-    def __init__(self, members: nn.Module, like: Arguments, preprocess: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        members: nn.Module,
+        like: Arguments,
+        preprocess: nn.Module | None = None,
+        calibration: ClassCalibration | None = None,
+    ) -> None:
         super().__init__()
         self.members = members
         self.preprocess = preprocess
         self.like = like
+        self.own_temperatures: list[float] = [] if calibration is None else calibration.member_temperatures.tolist()
+        self.temperature = 1.0 if calibration is None else calibration.temperature
         self.eval()
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
@@ -38,10 +49,19 @@ class Answer(nn.Module):
         given = filled(self.like, tensors)
         if self.preprocess is not None:
             given = arguments(self.preprocess(*given.args, **given.kwargs))
-        members = self.members(*given.args, **given.kwargs).float().softmax(-1)
-        probabilities = members.mean(0)
+        logits = self.members(*given.args, **given.kwargs)
+        if logits.dim() != 3:
+            raise PluresError(
+                f"the members return {list(logits.shape)}; only [members, batch, classes] can be exported"
+            )
+        members = logits.float().softmax(-1)
+        mean = members.mean(0)
+        warmed = mean
+        if any(own != 1 for own in self.own_temperatures):
+            warmed = torch.stack([_tempered(members[i], own) for i, own in enumerate(self.own_temperatures)]).mean(0)
+        probabilities = warmed if self.temperature == 1 else _tempered(warmed, self.temperature)
         confidence, label = probabilities.max(-1)
-        total, aleatoric = _entropy(probabilities), _entropy(members).mean(0)
+        total, aleatoric = _entropy(mean), _entropy(members).mean(0)
         epistemic = (total - aleatoric).clamp_min(0)
         values = (probabilities, label, confidence, total, aleatoric, epistemic, members)
         return dict(zip(OUTPUTS, values, strict=True))
@@ -202,6 +222,11 @@ def members_of(ensemble: Ensemble) -> nn.Module:
     if hasattr(ensemble, "trained"):
         return SplitMembers(ensemble)
     return DrawnPasses(ensemble) if hasattr(ensemble, "passes") else ensemble
+
+
+def _tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """Apply a temperature as `plures.metrics.tempered` does, by operations that every runtime has."""
+    return (probabilities.clamp_min(TINY).log() / temperature).softmax(-1)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
+from plures.calibration import Calibration, ClassCalibration
 from plures.calling import Arguments, arguments
 from plures.errors import PluresError
 from plures.exporting.members import Answer, filled, named_tensors
@@ -21,7 +22,11 @@ _DRAWS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
 
 
 def program_of(
-    members: nn.Module, example_inputs: Any, preprocess: nn.Module | None = None, seed: int = 0
+    members: nn.Module,
+    example_inputs: Any,
+    preprocess: nn.Module | None = None,
+    seed: int = 0,
+    calibration: Calibration | None = None,
 ) -> ExportedProgram:
     """Trace what an ensemble answers, for any number of samples.
 
@@ -31,7 +36,8 @@ def program_of(
     """
     given = _with_two_samples(arguments(example_inputs))
     tensors = list(named_tensors(given).values())
-    answer = Answer(members, given, preprocess)
+    learned = calibration if isinstance(calibration, ClassCalibration) else None
+    answer = Answer(members, given, preprocess, learned)
     batch = Dim("batch", min=1)
     axes = tuple({0: batch} if _batched(tensor, tensors) else {} for tensor in tensors)
     with quiet(), _plain_attention(), torch.no_grad():

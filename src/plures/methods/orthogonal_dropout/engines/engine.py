@@ -57,6 +57,7 @@ class Engine(Predictor, ABC):
     ) -> Prediction:
         """Predict with all trained members, or with those asked for.
 
+            engine = ensemble.engine("lean")
             engine.predict(images, members=[0, 1])
 
         What some members say is not calibrated: only all of them together were. Everything else is as in

@@ -1,0 +1,133 @@
+"""Runs are calibrated, promise, and are measured away from home: as a user asks for it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plures import PluresError, metrics
+from plures.calibration import ClassCalibration
+from plures.lab.cli.main import main
+from plures.lab.compare.rows import rows_of
+from plures.lab.compare.table import columns
+from plures.lab.evaluation.evaluate import predictions
+from plures.lab.evaluation.trust import among_strangers, at_home, evenly, kept_trust, measured_trust
+from plures.lab.runs.open import open_run
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--epochs.train", "4", "--epochs.pretrain", "2", "--epochs.prune", "1", "--epochs.finetune", "2"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory):
+    """One network and a split one, trained for a moment on digits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("PLURES_DATA", raising=False)
+        folder = tmp_path_factory.mktemp("runs")
+        for method, more in (("deterministic", []), ("orthogonal-dropout", ["--members", "2"])):
+            words = ["train", "digits", "--method", method, "--run", str(folder / method), *more, *SMALL]
+            assert main(words) == 0
+        yield folder
+
+
+def test_training_calibrates_on_the_validation_images_and_reports_both_numbers(runs: Path) -> None:
+    run = open_run(runs / "orthogonal-dropout")
+    found = json.loads((runs / "orthogonal-dropout" / "metrics.json").read_text())
+    data = run.data(None)
+    calibration = run.ensemble.calibration
+    assert calibration.temperature == pytest.approx(found["temperature"])
+    assert len(calibration.probability) == len(data.validation)
+    before, after = calibration.nll.tolist()
+    assert after <= before
+    members, targets = predictions(run.ensemble, data.test)
+    calibrated = calibration.probabilities(members)
+    assert metrics.nll(calibrated, targets) == pytest.approx(found["calibrated_nll"])
+    assert metrics.ece(calibrated, targets) == pytest.approx(found["calibrated_ece"])
+    assert found["nll"] == pytest.approx(metrics.nll(members.mean(0), targets))
+
+
+def test_predict_promises(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / "a.png")
+    words = ["predict", str(runs / "deterministic"), str(tmp_path / "a.png"), "--coverage", "0.9"]
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert set(answer["classes"]) <= set(map(str, range(10)))
+    assert main(words) == 0
+    assert "one of" in capsys.readouterr().out
+    assert main([*words, "--risk", "0.5"]) == 0
+    assert main([*words, "--risk", "0.0001"]) == 2
+    assert "takes at least" in capsys.readouterr().err
+    assert main([*words[:3], "--coverage", "2"]) == 2
+    assert "coverage=2.0; use a number between 0 and 1" in capsys.readouterr().err
+
+
+def test_trust_is_measured_once_and_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = runs / "orthogonal-dropout"
+    monkeypatch.setattr("plures.lab.evaluation.trust.SHIFT_IMAGES", 20)
+    found = measured_trust(folder, None, shift=True, ood="digits")
+    assert found["shift"]["images"] == 20
+    assert len(found["shift"]["rows"]) == 55
+    assert [one["severity"] for one in found["shift"]["by_severity"]] == [1, 2, 3, 4, 5]
+    assert found["ood"]["scores"][0]["auroc"] == pytest.approx(0.5)  # the same images cannot be told apart
+    assert kept_trust(folder) == json.loads(json.dumps(found))
+    monkeypatch.setattr("plures.lab.evaluation.trust.open_run", lambda *a: pytest.fail("measured again"))
+    assert measured_trust(folder, None, shift=True, ood="digits") == kept_trust(folder)
+    titles = [column.title for column in columns(rows_of([runs]))]
+    assert "accuracy % under shift" in titles
+    assert "AUROC % of other data" in titles
+    (folder / "trust.json").write_text("[]")
+    with pytest.raises(PluresError, match="trust.json cannot be read .*: remove it, and it is made again"):
+        kept_trust(folder)
+    (folder / "trust.json").write_text(json.dumps(found))
+
+
+def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plures.lab.evaluation.trust.SHIFT_IMAGES", 20)
+    source = importlib.util.spec_from_file_location("make_trust", ROOT / "docs/make/trust.py")
+    made = importlib.util.module_from_spec(source)
+    source.loader.exec_module(made)
+    made.main([str(runs), "--ood", "digits", "--out", str(tmp_path / "trust.md")])
+    page = (tmp_path / "trust.md").read_text()
+    assert page.count("| deterministic |") == 5
+    assert page.count("| orthogonal-dropout") >= 6
+    pictures = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert pictures == [f"trust-{name}.svg" for name in ("on-demand", "risk-coverage", "shift", "strangers")]
+    for name in pictures:
+        assert f"results/{name}" in page
+
+
+def test_what_is_measured_at_home_is_what_the_metrics_say() -> None:
+    random = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 4, (300,), generator=random)
+    logits = torch.randn(3, 300, 4, generator=random) + 2 * torch.nn.functional.one_hot(targets, 4)
+    members = logits.softmax(-1)
+    found = at_home(members, targets, members, targets)
+    assert found["home"]["nll"] == metrics.nll(members.mean(0), targets)
+    assert found["risk_coverage"]["risk"][-1] == pytest.approx(1 - found["home"]["accuracy"])
+    assert found["calibrated"]["nll"] <= found["home"]["nll"]
+    assert all(one["covered"] >= 0.9 for one in found["sets"])
+    calibration = ClassCalibration.fit(members, targets)
+    probabilities, used = calibration.on_demand(members, 0.95)
+    row = next(one for one in found["on_demand"] if one["until"] == 0.95)
+    assert row["members"] == pytest.approx(float(used.double().mean()))
+    assert row["accuracy"] == metrics.accuracy(probabilities, targets)
+    strangers = among_strangers(members, torch.full((3, 50, 4), 0.25))
+    assert sum(strangers["known"]) == pytest.approx(1)
+    assert strangers["strange"][-1] == pytest.approx(1)
+    assert {"calibrated", "on_demand"}.isdisjoint(at_home(members, targets, None, None))
+
+
+def test_some_images_of_a_split_are_taken_evenly(runs: Path) -> None:
+    test = open_run(runs / "deterministic").data(None).test
+    some = evenly(test, 50)
+    assert len(some) == 50
+    assert set(some.rows.tolist()) <= set(test.rows.tolist())
+    assert some.rows[0] == test.rows[0]
+    assert some.rows[-1] == test.rows[-1]
+    assert evenly(test, 10**6) is test
