@@ -102,6 +102,22 @@ def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypat
         assert f"results/{name}" in page
 
 
+def test_the_report_shows_what_was_measured(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plures.lab.evaluation.trust.SHIFT_IMAGES", 20)
+    for method in ("deterministic", "orthogonal-dropout"):
+        measured_trust(runs / method, None, shift=True, ood="digits")
+    assert main(["report", str(runs), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "NaN" not in page
+    for words in (
+        "Under shift",
+        "Known and strange images: digits",
+        "When it may keep silent",
+        "Accuracy falls: deter",
+    ):
+        assert words in page
+
+
 def test_what_is_measured_at_home_is_what_the_metrics_say() -> None:
     random = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 4, (300,), generator=random)

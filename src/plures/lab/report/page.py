@@ -16,6 +16,7 @@ from plures.lab.report.charts import FEW
 from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import sections, training
 from plures.lab.report.summary import headlines, summary, title_of
+from plures.lab.report.trust import trust_sections
 from plures.lab.tables import figure
 
 AT_ONCE = 9  # charts that a section shows before it asks whether to show more
@@ -72,7 +73,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
         best={column.title: column.stressed(rows) for column in columns(rows)},
         costs_known=any(row.costs for row in rows),
         details=details,
-        sections=sections(details),
+        sections=[*sections(details), *trust_sections(rows, details)],
         training=training(details),
         few=FEW,
         at_once=AT_ONCE,
