@@ -489,7 +489,7 @@ def test_pictures_that_changed_unseen_are_not_taken_for_the_old_ones(bugs, tmp_p
     write_parquet(file, random_pictures(40, 8, 8, 3), [1, 0] * 20)  # same size, and the time is put back
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     if file.stat().st_size == state.st_size:
-        with pytest.raises(PluresError, match="have changed: start again"):
+        with pytest.raises(PluresError, match="changed while being read: start again"):
             open_data("bugs", data_dir=bugs, size=4)
     assert open_data("bugs", data_dir=bugs, size=4).fingerprint != before.fingerprint
     assert open_data("bugs", data_dir=bugs).train.labels[0] != before.train.labels[0]
