@@ -112,7 +112,11 @@ class Prediction:
                 "or for a regression network call regress"
             )
         _refuse_nan(logits)
-        return cls.from_members(logits.float().softmax(2), abstain_below, calibration)
+        members = logits.float().softmax(2)
+        if bool(members.isnan().any()):
+            member, sample, *_ = members.isnan().nonzero()[0].tolist()
+            raise PluresError(f"member {member} returned infinite logits for sample {sample}: are the weights huge?")
+        return cls.from_members(members, abstain_below, calibration)
 
     @classmethod
     def from_members(

@@ -121,23 +121,29 @@ class Stored:
     """What a file holds of an ensemble; its tensors are read one by one, when they are needed.
 
         stored.options["members"], stored.shapes["network.fc.weight"]
-        weight = stored.read("network.fc.weight")
+        weight = stored.read("network.fc.weight", [10, 512])
 
-    `members` names those to be read, where not all are.
+    `get` reads a tensor whatever its size; `read` first compares its shape. `members` names those to be read, where not
+    all are.
     """
 
     options: Mapping[str, Any]
     state: Mapping[str, Any]
     shapes: Mapping[str, Sequence[int]]
-    read: Callable[[str], Tensor]
+    get: Callable[[str], Tensor]
     members: Sequence[int] | None = None
 
-    def check(self, name: str, axis: int, expected: int) -> None:
-        """Refuse a file whose options promise another size than it holds, before anything of that size is made."""
+    def check(self, name: str, expected: Sequence[int]) -> None:
+        """Refuse a file whose options promise another shape than it holds, before anything of that size is made."""
         shape = self.shapes.get(name)
-        if shape is None or len(shape) <= axis or shape[axis] != expected:
+        if shape is None or list(shape) != list(expected):
             found = "missing" if shape is None else f"of shape {list(shape)}"
-            raise PluresError(f"tensor {name!r} is {found}, but the file's options need {expected} on axis {axis}")
+            raise PluresError(f"tensor {name!r} is {found}; expected {list(expected)}")
+
+    def read(self, name: str, expected: Sequence[int]) -> Tensor:
+        """Read a tensor, after its shape was compared with the one expected."""
+        self.check(name, expected)
+        return self.get(name)
 
 
 class Ensemble(Predictor, ABC):
@@ -246,7 +252,7 @@ class Ensemble(Predictor, ABC):
         """Take over tensors and progress from a file that an ensemble of the same network and options wrote."""
         with torch.no_grad():
             for name, tensor in own_tensors(self).items():
-                overwrite(tensor, stored.read(name), name)
+                overwrite(tensor, stored.read(name, tensor.shape), name)
 
 
 SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_masks")

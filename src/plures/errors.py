@@ -2,6 +2,8 @@
 
 import unicodedata
 
+LONGEST = 2000  # characters of a message: room for several paths
+
 
 class PluresError(Exception):
     """Catch every error that plures raises on purpose.
@@ -12,11 +14,14 @@ class PluresError(Exception):
             print(error)  # one sentence: what was given, what is accepted, what to do
 
     Anything else that escapes from the library is a bug. Control characters, which may come from the names in a
-    file from elsewhere, are shown as escapes: a message is one line and cannot steer a terminal.
+    file from elsewhere, are shown as escapes, and a very long message loses its middle: it is one line and can neither
+    steer a terminal nor flood it.
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(visible(str(message)))
+        text = str(message)
+        half = LONGEST // 2
+        super().__init__(visible(text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"))
 
 
 def visible(text: str) -> str:

@@ -1,6 +1,7 @@
 """Files that are complete or not there, and checksums that show whether they still are what was written."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import threading
@@ -39,6 +40,19 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError, ValueError):
             beside.unlink(missing_ok=True)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where no file can be written: better before minutes of work than after. Missing folders are made.
+
+    check_place(Path("report.html"))
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise PluresError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write(path: Path, contents: bytes) -> None:

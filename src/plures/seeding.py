@@ -6,7 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from plures.checks import whole_number
 from plures.errors import PluresError
+
+LARGEST_SEED = 2**63 - 1
 
 
 def seed_of(*key: object) -> int:
@@ -16,6 +19,14 @@ def seed_of(*key: object) -> int:
     1919692856861813824
     """
     return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what is not a seed.
+
+    check_seed(0)
+    """
+    whole_number("seed", seed, least=0, most=LARGEST_SEED)
 
 
 def generator(seed: int, *key: object) -> torch.Generator:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plures import calibration, losses
+from plures.checks import whole_number
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.files import digest, replacing
@@ -22,6 +23,16 @@ from plures.tensors import aliases, check_network, tensors
 from plures.version import __version__
 
 FORMAT = 1
+# What the header tells of an ensemble, and the types that JSON has for it.
+PARTS: dict[str, type] = {
+    "method": str,
+    "options": dict,
+    "state": dict,
+    "shapes": dict,
+    "tied": dict,
+    "own_loss": bool,
+    "checksums": dict,
+}
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,7 +105,7 @@ def load(
         named = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
         ensemble.loss = loss or named or (_missing_loss if document["own_loss"] else F.cross_entropy)
         if members is None:  # what some members are worth was not measured
-            ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.read)
+            ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
         return ensemble
 
     return _reading(path, members, build)
@@ -114,7 +125,7 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
         if document["method"] != type(ensemble).__name__:
             raise PluresError(f"{path} holds a {document['method']}, not a {type(ensemble).__name__}")
         ensemble.fill(stored)
-        ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.read)
+        ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
 
     _reading(path, None, fill)
 
@@ -189,11 +200,15 @@ def _document(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if checksum != digest(text.encode()):
         raise PluresError(f"{path} is damaged: its header does not match its checksum")
     document: dict[str, Any] = json.loads(text, parse_constant=_refuse_constant)
+    whole_number("format", document["format"])
     if document["format"] > FORMAT:
         raise PluresError(
             f"{path} has format {document['format']}, written by plures {document['library']}; this is plures "
             f"{__version__}, which reads up to format {FORMAT}: upgrade it"
         )
+    for name, kind in PARTS.items():
+        if not isinstance(document[name], kind):
+            raise PluresError(f"{path} cannot be read as an ensemble: its {name} is {document[name]!r}")
     return document
 
 

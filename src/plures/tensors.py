@@ -157,10 +157,14 @@ def shell(network: Structure) -> Structure:
 def overwrite(tensor: Tensor, value: Tensor, name: str) -> None:
     """Copy a value into a tensor of the same shape; one that would only broadcast is refused.
 
-    overwrite(network.fc.weight, file.get_tensor("fc.weight"), "fc.weight")
+        overwrite(network.fc.weight, file.get_tensor("fc.weight"), "fc.weight")
+
+    Numbers with fractions may come in another precision; all else must have the very type.
     """
     if tensor.shape != value.shape:
         raise PluresError(f"tensor {name!r} has shape {list(value.shape)}; expected {list(tensor.shape)}")
+    if tensor.dtype != value.dtype and not (tensor.is_floating_point() and value.is_floating_point()):
+        raise PluresError(f"tensor {name!r} has dtype {value.dtype}; expected {tensor.dtype}")
     tensor.copy_(value)
 
 

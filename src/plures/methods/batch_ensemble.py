@@ -17,6 +17,7 @@ from plures.methods.building import (
     ManyInOne,
     TogetherStage,
     check_members,
+    inside,
     layers_of,
     rehearse,
     started,
@@ -24,6 +25,7 @@ from plures.methods.building import (
 )
 from plures.methods.tiling import Rows, Tiled, along_width, around, replace
 from plures.seeding import generator
+from plures.tensors import own_tensors
 
 FactorInit = Literal["gaussian", "sign"]
 DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code
@@ -91,7 +93,7 @@ class BatchEnsemble(ManyInOne):
         super().__init__(network, loss, tiled)
         self.members = members
         self.factors = factors
-        self.private_norm = private_norm
+        self.private_norm = bool(private_norm)
         self.init = init
         self.seed = seed
 
@@ -99,8 +101,18 @@ class BatchEnsemble(ManyInOne):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         super().check_stored(network, stored)
-        first = next(iter(layers_of(network)))
-        stored.check(f"network.network.{first}.members.alpha".replace("..", "."), 0, stored.options["members"])
+        members = stored.options["members"]
+        check_members(members)
+        for name, layer in layers_of(network).items():
+            inputs, outputs = widths(layer)
+            stored.check(inside(name, "members.alpha"), [members, inputs])
+            stored.check(inside(name, "members.gamma"), [members, outputs])
+        if stored.options["private_norm"]:
+            norms = [(name, norm) for name, norm in network.named_modules() if isinstance(norm, _BatchNorm)]
+            for name, norm in norms:
+                for kind, tensor in own_tensors(norm).items():
+                    for member in range(members):
+                        stored.check(inside(name, f"members.{member}.{kind}"), tensor.shape)
 
 
 class Factors(nn.Module):

@@ -13,6 +13,7 @@ from plures.checks import one_of, unknown, whole_number
 from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_one_class
 from plures.errors import PluresError
 from plures.losses import Loss
+from plures.seeding import check_seed
 from plures.tensors import check_network, moments, places, restart, shell, tensors
 
 Init = Literal["given", "fresh"]
@@ -162,6 +163,7 @@ def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
     built = started(network, "fresh", seed=0)
     """
     check_network(network)
+    check_seed(seed)
     one_of("init", init, get_args(Init))
     result = copy.deepcopy(network)
     if init == "fresh":
@@ -215,6 +217,15 @@ def layers_of(network: nn.Module) -> dict[str, Layer]:
     if not found:
         raise PluresError(f"{type(network).__name__} has no Linear or convolution layer that members could differ in")
     return found
+
+
+def inside(layer: str, tensor: str) -> str:
+    """Name a tensor of a layer of the user's network as an ensemble's file does; "" is the network itself.
+
+    >>> inside("stem.conv", "weight"), inside("", "weight")
+    ('network.network.stem.conv.weight', 'network.network.weight')
+    """
+    return ".".join(part for part in ("network.network", layer, tensor) if part)
 
 
 def widths(layer: Layer) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import check_members
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors
+from plures.seeding import check_seed
 from plures.tensors import moments, own_tensors, restart, tensors
 
 Classifier = Literal["private", "fixed"]
@@ -49,6 +50,7 @@ class DeepEnsemble(Ensemble):
     ) -> None:
         super().__init__(network, loss)
         check_members(members)
+        check_seed(seed)
         one_of("init", init, get_args(Init))
         self.members = members
         self.classifier = classifier
@@ -115,17 +117,20 @@ class DeepEnsemble(Ensemble):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         super().check_stored(network, stored)
-        members, committed = stored.options["members"], stored.state["committed"]
-        held = {name.split(".")[1] for name in stored.shapes if name.startswith("networks.")}
-        if members != len(committed) or not all(isinstance(one, bool) for one in committed):
-            raise PluresError(f"the options name {members!r} members, but the progress of {len(committed)} is stored")
-        if own_tensors(network) and members != max(len(held), 1):
-            raise PluresError(f"the options name {members!r} members, but {len(held)} are stored")
+        members = stored.options["members"]
+        check_members(members)
+        shared = _shared(network, stored.options["classifier"], stored.options["roles"])
+        for name, tensor in own_tensors(network).items():
+            for member in range(1 if name in shared else members):
+                stored.check(f"networks.{member}.{name}", tensor.shape)
 
     def fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file."""
+        committed = stored.state["committed"]
+        if len(committed) != self.members or not all(isinstance(one, bool) for one in committed):
+            raise PluresError(f"the progress of {self.members} members is stored as {committed!r}")
         super().fill(stored)
-        self.committed = list(stored.state["committed"])
+        self.committed = list(committed)
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""

@@ -11,7 +11,7 @@ from plures.checks import nearest
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import Init, ManyInOne, check_members, layers_of, rehearse, started, widths
+from plures.methods.building import Init, ManyInOne, check_members, inside, layers_of, rehearse, started, widths
 from plures.methods.tiling import Rows, Tiled, along_width, around, batched, run
 from plures.seeding import generator
 
@@ -71,8 +71,9 @@ class Masksembles(ManyInOne):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         super().check_stored(network, stored)
-        for name in stored.options["layers"]:
-            stored.check(f"network.network.{name}.members.masks", 0, stored.options["members"])
+        known = layers_of(network)
+        for name in _chosen(network, stored.options["layers"]):
+            stored.check(inside(name, "members.masks"), [stored.options["members"], widths(known[name])[0]])
 
 
 class Grouped(Tiled):
@@ -166,6 +167,8 @@ def _chosen(network: nn.Module, given: Sequence[str] | None) -> list[str]:
     for name in given:
         if name not in known:
             raise PluresError(f"layers name {name!r}, which is not a Linear or convolution{nearest(name, known)}")
-    if not given:
-        raise PluresError("layers=[] leaves no layer to mask: name one or more, or leave it out")
+    if not given or len(set(given)) < len(given):
+        raise PluresError(
+            f"layers={list(given)} leave no layer to mask or name one twice: name each once, or leave it out"
+        )
     return list(given)

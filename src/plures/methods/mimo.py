@@ -18,6 +18,7 @@ from plures.methods.building import (
     Layer,
     ManyInOne,
     check_members,
+    inside,
     layers,
     named_layer,
     rehearse,
@@ -57,7 +58,8 @@ class MIMO(ManyInOne):
     ) -> None:
         check_members(members)
         whole_number("batch_repetition", batch_repetition, most=1000)
-        if not 0 <= input_repetition <= 1:
+        plain = isinstance(input_repetition, int | float) and not isinstance(input_repetition, bool)
+        if not plain or not 0 <= input_repetition <= 1:
             raise PluresError(f"input_repetition={input_repetition!r}; a share lies between 0 and 1")
         first, last = _ends(network, first, last)
         slots = _Slots(_widened(network, members, first, last, init, seed), members, first)
@@ -75,10 +77,13 @@ class MIMO(ManyInOne):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         super().check_stored(network, stored)
-        check_members(stored.options["members"])
-        first, _ = _ends(network, stored.options["first"], stored.options["last"])
-        inputs, _ = widths(layers(network)[first])
-        stored.check(f"network.network.{first}.weight".replace("..", "."), 1, inputs * stored.options["members"])
+        members = stored.options["members"]
+        check_members(members)
+        first, last = _ends(network, stored.options["first"], stored.options["last"])
+        outputs, inputs, *kernel = layers(network)[first].weight.shape
+        stored.check(inside(first, "weight"), [outputs, inputs * members, *kernel])
+        outputs, *others = layers(network)[last].weight.shape
+        stored.check(inside(last, "weight"), [outputs * members, *others])
 
     def stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""

@@ -41,9 +41,12 @@ class Bench:
 
     def __call__(self) -> int:
         """Measure, showing each ratio as it is found."""
+        from plures.files import check_place
         from plures.lab.timing import bench as suite
         from plures.lab.timing.machine import machine
 
+        if self.out is not None:
+            check_place(self.out / "results.json")
         found: list[Any] = []
         costs: list[Any] = []
 

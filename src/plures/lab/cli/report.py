@@ -40,11 +40,16 @@ class Report:
 
     def __call__(self) -> int:
         """Write the page, and say where."""
+        from plures.files import check_place
         from plures.lab.compare.rows import rows_of, with_costs
         from plures.lab.report import write_report
 
         if not self.runs:
             raise PluresError("there are no runs to report on: name run folders, or folders that hold them")
+        try:
+            check_place(self.out)
+        except PluresError as error:
+            raise PluresError(f"{error}; name another file with --out") from error
         rows = with_costs(rows_of(self.runs), trust_code=self.trust_code)
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
         command = f"plures report {words}"

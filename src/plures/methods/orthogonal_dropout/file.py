@@ -5,7 +5,7 @@ others; `owners/NAME` says where they belong. While members are untrained it als
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from plures.checks import whole_number
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
-from plures.methods.orthogonal_dropout.partition import FREE, Split, refilled
+from plures.methods.orthogonal_dropout.partition import FREE, MOST_MEMBERS, Split, refilled
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import overwrite, own_tensors
 
@@ -49,6 +50,20 @@ def to_tensors(split: Split, draft: nn.Module | None, dtype: torch.dtype | None)
     return result
 
 
+def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, stored: Stored) -> None:
+    """Refuse a number of members that a file does not hold, or roles that it was not written with.
+
+        check_stored(network, roles, 5, stored)
+
+    Owners and weights of split tensors are compared when they are read: they take no more room than the network.
+    """
+    whole_number("members", members, least=2, most=MOST_MEMBERS)
+    for name, tensor in own_tensors(network).items():
+        if roles[name] is Role.PRIVATE:
+            for member in range(members):
+                stored.check(_place(member, name), tensor.shape)
+
+
 def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
     """Fill a split network from a file's tensors, reading only what the given members need.
 
@@ -57,22 +72,24 @@ def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
     owners = {}
     for name, like in split.owners().items():
         some_free = f"free/{name}" in stored.shapes
-        digits = unpack(stored.read(f"owners/{name}"), split.members + some_free, like.numel()).reshape(like.shape)
+        base = split.members + some_free
+        words = stored.read(f"owners/{name}", [-(-like.numel() // digits_per_word(base))])
+        digits = unpack(words, base, like.numel()).reshape(like.shape)
         owners[name] = digits.masked_fill_(digits == split.members, FREE) if some_free else digits
     split.partition.assign(owners)
     weights = own_tensors(split.network)
     with torch.no_grad():
         for name, owner in split.owners().items():
             for member in members:
-                _fill(weights[name], owner, member, stored.read(_place(member, name)))
+                _fill(weights[name], owner, member, stored, _place(member, name))
             if len(members) == split.members and f"free/{name}" in stored.shapes:
-                _fill(weights[name], owner, FREE, stored.read(f"free/{name}"))
+                _fill(weights[name], owner, FREE, stored, f"free/{name}")
         for name, tensor in weights.items():
             if f"given/{name}" in stored.shapes:
-                overwrite(tensor, stored.read(f"given/{name}"), name)
+                overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
     for member in members:
-        values = {name: stored.read(_place(member, name)) for name in split.private.rows(member)}
-        split.private.write(member, values)
+        rows = split.private.rows(member)
+        split.private.write(member, {name: stored.read(_place(member, name), row.shape) for name, row in rows.items()})
 
 
 def draft_from(split: Split, stored: Stored) -> nn.Module:
@@ -80,7 +97,8 @@ def draft_from(split: Split, stored: Stored) -> nn.Module:
 
     ensemble.draft = draft_from(ensemble.split, stored)
     """
-    return refilled(split.network, {name: stored.read(f"draft/{name}") for name in own_tensors(split.network)})
+    own = own_tensors(split.network)
+    return refilled(split.network, {name: stored.read(f"draft/{name}", tensor.shape) for name, tensor in own.items()})
 
 
 def expected_bytes(split: Split) -> dict[Role, float]:
@@ -111,11 +129,12 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     return torch.from_numpy(_bits(weight)[places]).view(weight.dtype) if places.size else weight.new_empty(0)
 
 
-def _fill(weight: Tensor, owners: Tensor, member: int, values: Tensor) -> None:
+def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str) -> None:
     """Put a member's values back to their places."""
     places = _places(weight, owners, member)
-    if values.dim() != 1 or places.size != values.numel():
-        raise PluresError(f"{values.numel()} values are stored where {places.size} belong")
+    values = stored.read(name, [places.size])
+    if not values.is_floating_point():
+        raise PluresError(f"tensor {name!r} has dtype {values.dtype}; expected {weight.dtype}")
     filled = weight.detach().cpu().contiguous()
     _bits(filled)[places] = _bits(values.to(weight.dtype))
     if filled.data_ptr() != weight.data_ptr():  # on another device, or not contiguous

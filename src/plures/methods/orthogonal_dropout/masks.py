@@ -194,7 +194,8 @@ def cut(weight: Tensor, mine: Callable[[slice], NDArray[np.bool_]], scale: Tenso
         keep = np.negative(mine(rows).view(np.int8))  # all bits or none
         np.bitwise_and(bits[rows], keep, out=values.view(np.int32)[rows])
         if factors is not None:
-            values[rows] *= factors[rows]
+            with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers show in the prediction
+                values[rows] *= factors[rows]
     return part
 
 

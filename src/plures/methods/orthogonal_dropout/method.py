@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, logits_of
-from plures.checks import one_of
+from plures.checks import number, one_of
 from plures.ensemble import Ensemble, Stage, Step, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
@@ -18,11 +18,12 @@ from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned import Owned, faster_than_unfolded, owned_bytes
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
-from plures.methods.orthogonal_dropout.file import draft_from, expected_bytes, from_tensors, to_tensors
+from plures.methods.orthogonal_dropout.file import check_stored, draft_from, expected_bytes, from_tensors, to_tensors
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of, put_on, unmasked
 from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled
 from plures.methods.orthogonal_dropout.phases import Finetune, Phase, Pretrain, Progress, Prune, Train
-from plures.methods.orthogonal_dropout.roles import Classifier, Role, resolve_roles
+from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
+from plures.seeding import check_seed
 from plures.tensors import Moments, canonical, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
@@ -65,12 +66,13 @@ class OrthogonalDropout(Ensemble):
     ) -> None:
         super().__init__(network, loss)
         one_of("init", init, get_args(Init))
+        check_seed(seed)
         self.members = members
         self.optimize_masks = bool(optimize_masks)  # plain values, because a file holds them as JSON
         self.granularity = granularity
         self.init = init
         self.literal_gradient = bool(literal_gradient)
-        self.seed = int(seed)
+        self.seed = seed
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
 
         own = own_tensors(network)
@@ -308,12 +310,15 @@ class OrthogonalDropout(Ensemble):
 
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse nothing yet: some members may be read without the others, and a partition has at most 255."""
+        """Refuse a number of members that the file does not hold."""
+        check_stored(network, check_roles(network, stored.options["roles"]), stored.options["members"], stored)
 
     @classmethod
     def restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
         """Build an ensemble from what `options`, `state` and `tensors` gave."""
+        cls.check_stored(network, stored)
         # The roles in the file are resolved: what becomes of the classifier is among them.
+        one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         ensemble = cls(network, **{**stored.options, "classifier": None})
         ensemble.classifier = stored.options["classifier"]
         ensemble.fill(stored)
@@ -322,12 +327,7 @@ class OrthogonalDropout(Ensemble):
     def fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file, all or those of some members."""
         self.progress.take(stored.state)
-        known = own_tensors(self.network)
-        self.moments = {
-            name: (float(mean), float(deviation))
-            for name, (mean, deviation) in stored.state["moments"].items()
-            if name in known or name in self.roles
-        }
+        self.moments = _moments(stored.state["moments"], self.roles)
         if stored.members is not None:
             self.loaded = sorted({self._ready(member) for member in stored.members})
         from_tensors(self.split, stored, range(self.members) if self.loaded is None else self.loaded)
@@ -391,6 +391,17 @@ class OrthogonalDropout(Ensemble):
                 self.members,
                 total / self.plain_bytes,
             )
+
+
+def _moments(stored: Mapping[str, Any], known: Mapping[str, Role]) -> Moments:
+    """Take over the moments that a file holds."""
+    result: Moments = {}
+    for name, (mean, deviation) in stored.items():
+        number(f"the mean of {name!r}", mean, "a number")
+        number(f"the deviation of {name!r}", deviation, "a number above 0", above=0)
+        if name in known:
+            result[name] = (float(mean), float(deviation))
+    return result
 
 
 def _other_start(stage: str, what: str) -> PluresError:

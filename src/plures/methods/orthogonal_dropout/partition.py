@@ -21,6 +21,7 @@ from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
+MOST_MEMBERS = 255
 Granularity = Literal["weight", "kernel", "block"]
 
 
@@ -38,7 +39,7 @@ class Partition(nn.Module):
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
         super().__init__()
-        whole_number("members", members, least=2, most=255)
+        whole_number("members", members, least=2, most=MOST_MEMBERS)
         one_of("granularity", granularity, get_args(Granularity))
         self.members = members
         self.granularity = granularity

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
-from plures.methods.building import widths
+from plures.methods.building import Layer, widths
 from plures.methods.tiling import Rows, around, replace
 from plures.tensors import draw, moments
 
@@ -158,15 +158,28 @@ class Packing:
             f"{name!r}{f', in {parts} groups' if parts > 1 else ''}; use alpha={advice}, or leave it out"
         )
 
-    def _widths(self, name: str, module: nn.Linear | Convolution, parts: int) -> tuple[int, int]:
+    def _widths(self, name: str, module: Layer, parts: int) -> tuple[int, int]:
         inputs, outputs = widths(module)
         return (
             inputs if name == self.first else self._width(name, inputs, parts),
             outputs if name == self.last else self._width(name, outputs, parts),
         )
 
-    def _groups(self, name: str) -> int:
-        return 1 if name in (self.first, self.last) else self.gamma
+    def _cut(self, name: str, module: Layer) -> tuple[int, int, int]:
+        """Give the inputs, the outputs and the groups that a member has at a layer."""
+        if isinstance(module, Convolution) and is_depthwise(module):
+            inputs, outputs = self._widths(name, module, 1)
+            return inputs, outputs, inputs
+        groups = 1 if name in (self.first, self.last) else self.gamma
+        groups *= module.groups if isinstance(module, Convolution) else 1
+        return *self._widths(name, module, groups), groups
+
+    def weight_shape(self, name: str, module: Layer) -> tuple[int, ...]:
+        """Give the shape of a layer's packed weight."""
+        inputs, outputs, groups = self._cut(name, module)
+        if isinstance(module, nn.Linear):
+            return (self.members * groups, outputs // groups, inputs // groups)
+        return (self.members * outputs, inputs // groups, *module.kernel_size)
 
     def _parameter(self, name: str, like: Tensor, shape: tuple[int, ...], gain: float = 1.0) -> nn.Parameter:
         """Draw a parameter afresh, or fill it with the values that the network starts from."""
@@ -184,9 +197,8 @@ class Packing:
         return found
 
     def _linear(self, name: str, module: nn.Linear) -> PackedLinear:
-        groups = self._groups(name)
-        inputs, outputs = self._widths(name, module, groups)
-        shape = (self.members * groups, outputs // groups, inputs // groups)
+        _, outputs, _ = self._cut(name, module)
+        shape = self.weight_shape(name, module)
         gain = math.sqrt(module.in_features / shape[2])  # as large a sum from fewer inputs
         weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
         bias = module.bias
@@ -195,15 +207,10 @@ class Packing:
         return PackedLinear(weight, bias, self.fold)
 
     def _widen_convolution(self, name: str, module: Convolution) -> None:
-        if is_depthwise(module):
-            inputs, outputs = self._widths(name, module, 1)
-            groups = inputs
-        else:
-            groups = self._groups(name) * module.groups
-            inputs, outputs = self._widths(name, module, groups)
+        inputs, outputs, groups = self._cut(name, module)
+        shape = self.weight_shape(name, module)
         module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
         module.groups = groups * self.members
-        shape = (module.out_channels, inputs // groups, *module.kernel_size)
         gain = math.sqrt(module.weight.shape[1] / shape[1])  # as large a sum from fewer inputs
         module.weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
         if module.bias is not None:

@@ -12,13 +12,15 @@ from plures.methods.building import (
     ManyInOne,
     Reduction,
     check_members,
+    inside,
     layers_of,
     named_layer,
     rehearse,
-    widths,
 )
 from plures.methods.packed_ensemble.layers import Packing
 from plures.methods.tiling import Tiled
+from plures.seeding import check_seed
+from plures.tensors import canonical
 
 
 class PackedEnsemble(ManyInOne):
@@ -54,10 +56,7 @@ class PackedEnsemble(ManyInOne):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        check_members(members)
-        if alpha is not None:
-            number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
-        whole_number("gamma", gamma)
+        _check(members, alpha, gamma, seed)
         one_of("reduction", reduction, get_args(Reduction))
         first, last = _ends(layers_of(network), first, last)
         packing = Packing(network, members, alpha, gamma, first, last, seed)
@@ -82,13 +81,23 @@ class PackedEnsemble(ManyInOne):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         super().check_stored(network, stored)
-        known = layers_of(network)
-        check_members(stored.options["members"])
-        last = named_layer("last", stored.options["last"], known)
-        rows = stored.options["members"]
-        if not isinstance(known[last], nn.Linear):
-            rows *= widths(known[last])[1]
-        stored.check(f"network.network.{last}.weight".replace("..", "."), 0, rows)
+        known, options = layers_of(network), stored.options
+        _check(options["members"], options["alpha"], options["gamma"], options["seed"])
+        first, last = _ends(known, options["first"], options["last"])
+        packing = Packing(network, options["members"], options["alpha"], options["gamma"], first, last, options["seed"])
+        first_names = canonical(network)
+        for name, layer in known.items():
+            weight = f"{name}.weight".lstrip(".")
+            if first_names.get(weight) == weight:  # tied ones are stored once
+                stored.check(inside(name, "weight"), packing.weight_shape(name, layer))
+
+
+def _check(members: int, alpha: float | None, gamma: int, seed: int) -> None:
+    check_members(members)
+    if alpha is not None:
+        number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
+    whole_number("gamma", gamma)
+    check_seed(seed)
 
 
 def _ends(known: dict[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:

@@ -1,0 +1,158 @@
+"""Files by an author who means ill: refused before anything large is read or built."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import plures
+import plures.storage
+from attack.forgery import Forgery
+from attack.subjects import network
+from plures import PluresError
+from plures.answers import Prediction
+
+
+def forgery(tmp_path: Path, method: str, **options) -> Forgery:
+    """Take apart the file of an untrained ensemble."""
+    path = tmp_path / "good.safetensors"
+    plures.save(getattr(plures, method)(network(), **options), path)
+    return Forgery(path)
+
+
+def refused(tmp_path: Path, forged: Forgery) -> str:
+    path = tmp_path / "forged.safetensors"
+    path.write_bytes(forged.file())
+    with pytest.raises(PluresError) as caught:
+        plures.load(path, network())
+    return str(caught.value)
+
+
+@pytest.fixture
+def _nothing_large(monkeypatch):
+    """Fail where more than a megabyte is drawn."""
+    drawn = torch.randn
+
+    def bounded(*size, **options):
+        shape = torch.Size(size[0] if isinstance(size[0], list | tuple | torch.Size) else size)
+        assert shape.numel() < 2**18, f"{list(shape)} numbers are drawn before the file was checked"
+        return drawn(*size, **options)
+
+    monkeypatch.setattr(torch, "randn", bounded)
+
+
+@pytest.mark.usefixtures("_nothing_large")
+class TestLargePromises:
+    def test_a_packed_ensemble_of_endless_width(self, tmp_path) -> None:
+        forged = forgery(tmp_path, "PackedEnsemble", members=2)
+        forged.document["options"]["alpha"] = 1e6
+        assert "is of shape" in refused(tmp_path, forged)
+
+    def test_a_deep_ensemble_of_a_thousand_single_numbers(self, tmp_path) -> None:
+        forged = forgery(tmp_path, "DeepEnsemble", members=2)
+        forged.document["options"]["members"] = 1000
+        forged.document["state"]["committed"] = [True] * 1000
+        forged.tensors |= {f"networks.{member}.x": torch.zeros(1) for member in range(1000)}
+        assert "'networks.2.0.weight' is missing" in refused(tmp_path, forged)
+
+    def test_orthogonal_dropout_with_255_copies_that_are_not_there(self, tmp_path, monkeypatch) -> None:
+        forged = forgery(tmp_path, "OrthogonalDropout", members=2)
+        forged.document["options"]["members"] = 6
+        forged.document["state"] |= {"committed": [[]] * 6, "attempts": [0] * 6}
+        monkeypatch.setattr(torch.Tensor, "repeat", None)  # how private tensors are copied
+        assert "'member 2/1.weight' is missing" in refused(tmp_path, forged)
+
+    def test_slots_and_factors_that_are_not_there(self, tmp_path) -> None:
+        forged = forgery(tmp_path, "MIMO", members=2)
+        forged.document["options"]["members"] = 900
+        forged.tensors["network.network.0.weight"] = torch.zeros(1, 900, 1, 1)
+        assert "expected [4, 900, 3, 3]" in refused(tmp_path, forged)
+        forged = forgery(tmp_path, "BatchEnsemble", members=2)
+        forged.document["options"]["members"] = 900
+        forged.tensors["network.network.0.members.alpha"] = torch.zeros(900, 1)
+        assert "'network.network.0.members.gamma' is of shape" in refused(tmp_path, forged)
+
+    @pytest.mark.parametrize("method", ["Deterministic", "OrthogonalDropout", "MCDropout"])
+    def test_a_tensor_that_is_too_large_is_not_read(self, tmp_path, monkeypatch, method) -> None:
+        forged = forgery(tmp_path, method, **({"members": 2} if method == "OrthogonalDropout" else {}))
+        name = next(name for name in forged.tensors if name.endswith("4.weight"))
+        forged.tensors[name] = torch.zeros(2**20)
+        read, checksum = [], plures.storage._checksum
+        monkeypatch.setattr(
+            "plures.storage._checksum", lambda tensor: (read.append(tensor.numel()), checksum(tensor))[1]
+        )
+        assert f"{name!r} is of shape [1048576]" in refused(tmp_path, forged)
+        assert max(read, default=0) < 2**20
+
+
+@pytest.mark.parametrize("value", ["abc", 1.5, True, None, [0], -1, 2**63])
+@pytest.mark.parametrize(
+    "method", ["OrthogonalDropout", "Deterministic", "DeepEnsemble", "PackedEnsemble", "MCDropout"]
+)
+def test_a_seed_is_a_whole_number(method, value) -> None:
+    with pytest.raises(PluresError, match="seed="):
+        getattr(plures, method)(network(), seed=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("format", True), ("format", 0.5), ("format", "1"), ("own_loss", 1), ("options", []), ("shapes", None)],
+)
+def test_a_header_of_other_types(tmp_path, name, value) -> None:
+    forged = forgery(tmp_path, "Deterministic")
+    forged.document[name] = value
+    assert name in refused(tmp_path, forged)
+
+
+@pytest.mark.parametrize("moments", [[0.0, float("1e400")], ["1", "2"], [0.0, 0], [0.0, 10**400], "12", [True, 1.0]])
+def test_moments_are_numbers(tmp_path, moments) -> None:
+    forged = forgery(tmp_path, "OrthogonalDropout", members=2)
+    forged.document["state"]["moments"]["0.weight"] = moments
+    refused(tmp_path, forged)
+
+
+@pytest.mark.parametrize("classifier", [1001, "x", []])
+def test_a_classifier_of_no_known_kind(tmp_path, classifier) -> None:
+    forged = forgery(tmp_path, "OrthogonalDropout", members=2)
+    forged.document["options"]["classifier"] = classifier
+    assert "classifier=" in refused(tmp_path, forged)
+
+
+def test_huge_weights_in_a_lean_engine_are_told_without_a_warning() -> None:
+    ensemble = plures.OrthogonalDropout(network(), members=2, optimize_masks=False)
+    for stage in ensemble.stages():
+        with torch.no_grad():
+            stage.network[1].weight.fill_(3e38)  # folded into the convolution before it
+            stage.network[1].running_var.fill_(1e-6)
+    with pytest.raises(PluresError, match="infinite|NaN"):
+        ensemble.engine("lean").predict(torch.randn(2, 1, 4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64])
+def test_weights_of_another_kind(tmp_path, dtype) -> None:
+    for method in ("Deterministic", "OrthogonalDropout"):
+        forged = forgery(tmp_path, method, **({"members": 2} if method == "OrthogonalDropout" else {}))
+        name = next(name for name in forged.tensors if name.endswith("0.weight") and not name.startswith("owners"))
+        forged.tensors[name] = torch.ones_like(forged.tensors[name]).to(dtype)
+        assert "dtype" in refused(tmp_path, forged)
+
+
+def test_a_layer_is_masked_once() -> None:
+    with pytest.raises(PluresError, match="name one twice"):
+        plures.Masksembles(network(), members=2, layers=["4", "4"])
+
+
+def test_an_endless_message_loses_its_middle() -> None:
+    assert len(str(PluresError("x" * 10**6))) < 3000
+    assert str(PluresError(f"first{'x' * 10**6}last")).startswith("first")
+    assert str(PluresError(f"first{'x' * 10**6}last")).endswith("last")
+
+
+def test_infinite_logits_have_no_probabilities() -> None:
+    logits = torch.zeros(2, 3, 4)
+    logits[1, 2, 0] = float("inf")
+    with pytest.raises(PluresError, match="member 1 returned infinite logits for sample 2"):
+        Prediction.from_logits(logits)
+    ruled_out = torch.zeros(1, 1, 3)
+    ruled_out[..., 0] = float("-inf")
+    assert Prediction.from_logits(ruled_out).probabilities.tolist() == [[0, 0.5, 0.5]]
