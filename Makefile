@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # One thread per test process: two processes beat two threads on small tensors.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types bench load-test docs docs-site digits clean
+.PHONY: demo test lint types attack bench load-test docs docs-site digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/python -m plures.lab.demo
@@ -20,6 +20,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--only damaged --files 100' for less
+	cd tests && $(TEST_THREADS) ../$(BIN)/python -m attack $(ATTACK)
 
 memcheck:  ## the native kernels under AddressSanitizer, over random layers
 	$(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=8 -DNAME=kernels_portable \

@@ -7,7 +7,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
@@ -157,9 +156,3 @@ def _check_options(ensemble: plures.Ensemble, original: plures.Ensemble) -> None
 @cache
 def _original(path: Path) -> plures.Ensemble:
     return plures.load(path, network())
-
-
-def every(kinds: tuple[Kind, ...], count: int, seed: int) -> Iterator[tuple[Kind, Tally]]:
-    """Attack with files of every kind, one kind after the other."""
-    for kind in kinds:
-        yield kind, attack_with_files(kind, count, seed)

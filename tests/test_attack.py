@@ -1,0 +1,24 @@
+"""A short version of `make attack`: the same files, threads and inputs, fewer of them."""
+
+import pytest
+
+from attack.commands import attack_with_inputs
+from attack.files import attack_with_files
+from attack.threads import attack_with_threads
+
+
+@pytest.mark.parametrize("kind", ["damaged", "malicious"])
+def test_bad_files_are_refused_or_do_no_harm(kind) -> None:
+    tally = attack_with_files(kind, 150)
+    assert not tally.bad
+    assert tally.counts["refused"] > 75
+
+
+def test_threads_get_the_bits_of_a_single_one(tmp_path) -> None:
+    assert {name: wrong for name, _, wrong in attack_with_threads(4, tmp_path) if wrong} == {}
+
+
+def test_bad_inputs_end_with_one_sentence() -> None:
+    found = list(attack_with_inputs(12))
+    assert [one.bad for one in found] == [[]] * len(found)
+    assert all(one.counts["refused"] for one in found)
