@@ -43,6 +43,10 @@ def test_longest_names_and_what_is_no_place_for_a_file(tmp_path):
     for bad in (tmp_path / "file" / "below", tmp_path / "folder", tmp_path / ("x" * 300), tmp_path / "a\0b"):
         with pytest.raises(PluresError, match="cannot write"):
             files.write(bad, b"")
+        with pytest.raises(PluresError, match="cannot write"):
+            files.check_place(bad)
+    files.check_place(tmp_path / "new" / "file")
+    assert not (tmp_path / "new" / "file").exists()
 
 
 def test_threads_that_write_one_file_leave_one_whole_version(tmp_path):

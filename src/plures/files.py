@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,8 +50,9 @@ def check_place(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise PluresError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 

@@ -46,9 +46,11 @@ class Export:
 
     def __call__(self) -> int:
         """Export, and say what was written."""
+        from plures.files import check_place
         from plures.lab.exporting import export_run
         from plures.lab.runs.open import open_run
 
+        check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
         found: dict[str, Any] = export_run(run, self.file, self.format, int8=self.int8, data_dir=self.data_dir)
         if self.json:
