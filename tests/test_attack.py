@@ -2,7 +2,7 @@
 
 import pytest
 
-from attack.commands import attack_with_inputs
+from attack.commands import Input, attack_with_inputs, judge
 from attack.files import attack_with_files
 from attack.threads import attack_with_threads
 
@@ -22,3 +22,9 @@ def test_bad_inputs_end_with_one_sentence() -> None:
     found = list(attack_with_inputs(12))
     assert [one.bad for one in found] == [[]] * len(found)
     assert all(one.counts["refused"] for one in found)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_does_not_exist(port) -> None:
+    verdict, told = judge(Input(["serve", "nothing", f"--port={port}"]))
+    assert (verdict, told) == ("refused", f"plures: port={port}; use a whole number, from 0 to 65535\n")

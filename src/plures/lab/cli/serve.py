@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from tyro.conf import Positional, arg
 
+from plures.checks import whole_number
 from plures.errors import PluresError
 from plures.lab.cli.shared import Switch
 
@@ -52,6 +53,7 @@ class Serve:
 
     def __call__(self) -> int:
         """Serve until told to end."""
+        whole_number("port", self.port, least=0, most=65535)
         try:
             from plures.lab.serving.limits import Limits
             from plures.lab.serving.serve import serve
