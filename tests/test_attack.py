@@ -9,9 +9,9 @@ from attack.threads import attack_with_threads
 
 @pytest.mark.parametrize("kind", ["damaged", "malicious"])
 def test_bad_files_are_refused_or_do_no_harm(kind) -> None:
-    tally = attack_with_files(kind, 150)
+    tally = attack_with_files(kind, 100)
     assert not tally.bad
-    assert tally.counts["refused"] > 75
+    assert tally.counts["refused"] > 50
 
 
 def test_threads_get_the_bits_of_a_single_one(tmp_path) -> None:
@@ -19,7 +19,7 @@ def test_threads_get_the_bits_of_a_single_one(tmp_path) -> None:
 
 
 def test_bad_inputs_end_with_one_sentence() -> None:
-    found = list(attack_with_inputs(12))
+    found = list(attack_with_inputs(8))
     assert [one.bad for one in found] == [[]] * len(found)
     assert all(one.counts["refused"] for one in found)
 
