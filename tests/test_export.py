@@ -120,8 +120,8 @@ def test_the_passes_of_mc_dropout_are_drawn_once(tmp_path):
     assert np.abs(together["probabilities"] - expected).max() < 0.2  # other masks of the same network
 
 
-def test_a_partly_trained_ensemble_exports_what_is_trained(tmp_path):
-    ensemble = plures.OrthogonalDropout(networks.mlp(), members=3, optimize_masks=False)
+def test_a_partly_trained_ensemble_of_blocks_exports_what_is_trained(tmp_path):
+    ensemble = plures.OrthogonalDropout(networks.mlp(), members=3, optimize_masks=False, granularity="block")
     next(iter(ensemble.stages())).commit()
     plures.export(ensemble, tmp_path / "e.onnx", images(2))
     assert_agrees(tmp_path / "e.onnx", ensemble)

@@ -13,6 +13,7 @@ from plures.calling import Arguments, arguments, logits_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.metrics.arrays import TINY
+from plures.methods.orthogonal_dropout.masks import spread
 from plures.tensors import canonical, tensors
 
 Part = Callable[[int], Tensor]  # of a member, by its place among the trained
@@ -166,7 +167,7 @@ class _Split(nn.Module):
         self.register_buffer("packed", pack_bytes(digits, self.base).to(self.weight.device))
 
     def forward(self) -> Part:
-        owners = unpack_bytes(self.packed, self.base, math.prod(self.shape)).reshape(self.shape)
+        owners = spread(unpack_bytes(self.packed, self.base, math.prod(self.shape)).reshape(self.shape), self.weight)
         return lambda index: torch.where(owners == index, self.weight, 0.0)
 
 
