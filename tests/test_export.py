@@ -16,7 +16,8 @@ from torch import nn
 import networks
 import plures
 from networks import images
-from plures.exporting.members import OUTPUTS, pack_bytes, unpack_bytes
+from plures.exporting.answers import ClassAnswer
+from plures.exporting.members import pack_bytes, unpack_bytes
 from test_contract import METHODS, RANDOM_PREDICTION, identify, trained
 
 onnx = pytest.importorskip("onnx")
@@ -24,6 +25,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 # One of each method; that of MC dropout draws other masks than `predict`, and has a test of its own.
 ONE_OF_EACH = list({method[0]: method for method in METHODS if method[0] not in RANDOM_PREDICTION}.values())
+OUTPUTS = ClassAnswer.outputs
 SPLIT = ("OrthogonalDropout", {"members": 2})
 
 
@@ -80,13 +82,29 @@ def test_a_calibrated_ensemble_answers_as_predict(per_member, tmp_path):
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
-def test_numbers_and_dense_answers_are_refused(tmp_path):
-    numbers = plures.Deterministic(nn.Linear(3, 2), loss=plures.GaussianNLL())
-    with pytest.raises(plures.PluresError, match="trained with GaussianNLL cannot be exported"):
-        plures.export(numbers, tmp_path / "e.onnx", torch.randn(1, 3))
+def test_a_regression_ensemble_answers_as_regress(tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
+    ensemble = plures.OrthogonalDropout(network, members=3, optimize_masks=False, loss=plures.GaussianNLL())
+    committed(ensemble).calibrate(torch.randn(64, 3), torch.randn(64, 2))
+    plures.export(ensemble, tmp_path / "e.onnx", torch.randn(2, 3))
+    session = onnxruntime.InferenceSession(tmp_path / "e.onnx")
+    names = [output.name for output in session.get_outputs()]
+    assert names == ["mean", "std", "aleatoric", "epistemic", "members"]
+    for batch in (1, 3, 64):
+        x = torch.randn(batch, 3)
+        expected = ensemble.regress(x)
+        for name, values in zip(names, session.run(None, {"inputs": x.numpy()}), strict=True):
+            np.testing.assert_allclose(values, getattr(expected, name), atol=1e-4, err_msg=name)
+
+
+def test_dense_answers_are_refused(tmp_path):
     dense = plures.Deterministic(nn.Conv2d(3, 2, 1))
     with pytest.raises(plures.PluresError, match="\\[members, batch, classes\\] can be exported"):
         plures.export(dense, tmp_path / "e.onnx", torch.randn(1, 3, 4, 4))
+    last = plures.Deterministic(nn.Linear(3, 2), loss=plures.CrossEntropy(class_axis=-1))
+    with pytest.raises(plures.PluresError, match="trained with CrossEntropy.* cannot be exported"):
+        plures.export(last, tmp_path / "e.onnx", torch.randn(1, 5, 3))
 
 
 @pytest.mark.parametrize("make", [networks.resnet, networks.transformers_vit], ids=identify)

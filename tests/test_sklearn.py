@@ -5,15 +5,16 @@ import pickle
 import numpy as np
 import pytest
 from sklearn import datasets
+from sklearn.compose import TransformedTargetRegressor
 from sklearn.model_selection import GridSearchCV, cross_val_score
-from sklearn.neural_network import MLPClassifier
+from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import plures
 from plures.methods import METHODS
-from plures.sklearn import PluresClassifier
+from plures.sklearn import PluresClassifier, PluresRegressor
 
 QUICK = {"members": 2, "hidden": (16,), "epochs": 3, "learning_rate": 0.05, "random_state": 0}
 
@@ -21,13 +22,15 @@ QUICK = {"members": 2, "hidden": (16,), "epochs": 3, "learning_rate": 0.05, "ran
 def checks(estimator):
     # With its own warnings, such as that of a column vector for y, scikit-learn tests itself.
     return [
-        pytest.param(estimator, check, id=check.func.__name__)
+        pytest.param(estimator, check, id=f"{type(estimator).__name__}-{check.func.__name__}")
         for estimator, check in estimator_checks_generator(estimator)
     ]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("estimator", "check"), checks(PluresClassifier(**QUICK)))
+@pytest.mark.parametrize(
+    ("estimator", "check"), [*checks(PluresClassifier(**QUICK)), *checks(PluresRegressor(**QUICK))]
+)
 def test_check_estimator(estimator, check):
     check(estimator)
 
@@ -38,6 +41,28 @@ def test_as_good_as_the_perceptron_of_scikit_learn(load):
     ours = cross_val_score(PluresClassifier(members=2, epochs=8, learning_rate=0.01, random_state=0), X, y, cv=3)
     theirs = make_pipeline(StandardScaler(), MLPClassifier(max_iter=400, tol=1e-3, random_state=0))
     assert ours.mean() > cross_val_score(theirs, X, y, cv=3).mean() - 0.03
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_numbers_as_good_as_the_perceptron_of_scikit_learn():
+    X, y = datasets.load_diabetes(return_X_y=True)
+    ours = cross_val_score(PluresRegressor(members=2, epochs=8, learning_rate=0.01, random_state=0), X, y, cv=3)
+    theirs = make_pipeline(
+        StandardScaler(),
+        TransformedTargetRegressor(MLPRegressor(max_iter=300, random_state=0), transformer=StandardScaler()),
+    )
+    assert ours.mean() > max(0.3, cross_val_score(theirs, X, y, cv=3).mean() - 0.03)
+
+
+def test_standard_deviations_tell_where_the_data_are_noisy():
+    random = np.random.default_rng(0)
+    X = random.uniform(-1, 1, (600, 1))
+    y = 100 + 50 * X[:, 0] + random.normal(size=600) * np.where(X[:, 0] > 0, 20, 2)
+    regressor = PluresRegressor(members=2, epochs=15, learning_rate=0.01, random_state=0).fit(X, y)
+    quiet, noisy = regressor.predict_std([[-0.5], [0.5]])
+    assert quiet < 10 < noisy < 40
+    both = PluresRegressor(**QUICK).fit(X, np.stack([y, -y], 1))
+    assert both.predict(X[:5]).shape == both.predict_std(X[:5]).shape == (5, 2)
 
 
 @pytest.mark.parametrize("method", METHODS)

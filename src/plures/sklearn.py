@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -167,3 +167,47 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         with torch.no_grad():
             members: Table = self.ensemble_(rows).softmax(-1).numpy()
         return members
+
+
+class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
+    """Predict a number for each row of a table, and how far off it may be.
+
+        regressor = PluresRegressor(members=5, hidden=(100,)).fit(X, y)
+        regressor.predict(X), regressor.predict_std(X)
+
+    Each member gives a mean and a variance, trained by `plures.GaussianNLL`; targets are brought to mean 0 and standard
+    deviation 1 by what `fit` saw, and the answers back. All else is as for `PluresClassifier`. `y` may have several
+    columns.
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on rows `X` with numbers `y`, [rows] or [rows, numbers]."""
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
+        y = np.asarray(y, dtype=np.float64)
+        self._flat = y.ndim == 1
+        targets = y.reshape(len(y), -1)
+        spread = targets.std(0)
+        self._middle, self._width = targets.mean(0), np.where(spread > 0, spread, 1.0)
+        scaled = torch.from_numpy((targets - self._middle) / self._width)
+        self._fit(X, scaled, 2 * targets.shape[1], loss=plures.GaussianNLL())
+        return self
+
+    def predict(self, X: Any) -> Table:
+        """Give the mean of the members, in the shape that `y` had."""
+        return self._as_given(self._regress(X).mean.numpy() * self._width + self._middle)
+
+    def predict_std(self, X: Any) -> Table:
+        """Give the standard deviation of the answer: noise in the data and what the members disagree about."""
+        return self._as_given(self._regress(X).std.numpy() * self._width)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def _regress(self, X: Any) -> plures.Regression:
+        rows = self._new_rows(X)
+        return self.ensemble_.regress(rows)
+
+    def _as_given(self, values: Table) -> Table:
+        return values[:, 0] if self._flat else values

@@ -10,14 +10,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from plures.calling import arguments
 from plures.checks import one_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.exporting.members import OUTPUTS, SplitMembers, members_of, named_tensors
+from plures.exporting.answers import Answer, ClassAnswer, answer_of, named_tensors
+from plures.exporting.members import SplitMembers, members_of
 from plures.exporting.program import program_of, quiet
 from plures.files import replacing
-from plures.losses import class_axis, is_for_numbers, name_of
 from plures.version import __version__
 
 Format = Literal["onnx", "pt2"]
@@ -58,8 +57,9 @@ def export(
         probabilities, label, confidence, *_ = session.run(None, {"inputs": images.numpy()})
 
     The file takes what the network takes, for any number of samples: `inputs`, or the names in `example_inputs`. It
-    gives probabilities, label, confidence, total, aleatoric, epistemic and members, as `predict`. The `format` follows
-    from the ending: ".onnx" (extra [export]) or ".pt2", a program for torch.export.load.
+    gives probabilities, label, confidence, total, aleatoric, epistemic and members, as `predict`; of a regression
+    ensemble mean, std, aleatoric, epistemic and members, as `regress`. Calibration is in the answers. The `format`
+    follows from the ending: ".onnx" (extra [export]) or ".pt2", a program for torch.export.load.
 
     With `preprocess` the file starts with that module: `example_inputs` are then what the module takes, such as uint8
     pixels. Class names and `metadata` go into the file as JSON. A split ensemble is stored at about the size of one
@@ -75,21 +75,16 @@ def export(
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
     written = _need_onnx(int8 is not None) if chosen == "onnx" else None
-    if is_for_numbers(ensemble.loss) or class_axis(ensemble.loss) != 1:
-        raise PluresError(
-            f"an ensemble trained with {name_of(ensemble.loss)} cannot be exported: only classifiers can that return "
-            "logits [batch, classes]"
-        )
     members = members_of(ensemble)
+    answer = answer_of(ensemble, members, example_inputs, preprocess)
     stored = _stored(members, apart=int8 is not None)
-    about = _about(ensemble, stored, classes, metadata)
-    seed = getattr(ensemble, "seed", 0)
-    program = program_of(members, example_inputs, preprocess, seed, ensemble.calibration)
+    about = _about(ensemble, answer, stored, classes, metadata)
+    program = program_of(answer, seed=getattr(ensemble, "seed", 0))
     if written is None:
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)
     else:
-        contents = written.onnx_bytes(program, list(named_tensors(arguments(example_inputs))), about)
+        contents = written.onnx_bytes(program, list(named_tensors(answer.like)), answer.outputs, about)
         contents = contents if int8 is None else written.int8_bytes(contents, int8, about)
         with replacing(path) as beside:
             beside.write_bytes(contents)
@@ -123,15 +118,15 @@ def _stored(members: nn.Module, apart: bool) -> str:
 
 
 def _about(
-    ensemble: Ensemble, stored: str, classes: Sequence[str] | None, metadata: Mapping[str, Any] | None
+    ensemble: Ensemble, answer: Answer, stored: str, classes: Sequence[str] | None, metadata: Mapping[str, Any] | None
 ) -> dict[str, str]:
     """Give what the file says of itself, as JSON by name."""
     about: dict[str, Any] = {
         "plures": {
             "version": __version__,
             "method": type(ensemble).__name__,
-            "outputs": list(OUTPUTS),
-            "uncertainty": "nats",
+            "outputs": list(answer.outputs),
+            "uncertainty": "nats" if isinstance(answer, ClassAnswer) else "variance",
             "stored": stored,
         }
     }

@@ -1,93 +1,20 @@
-"""What an exported file computes: from the network's inputs to all members' logits, and from these to the answer."""
+"""What computes the members' outputs in an exported file: what members share stands in it once."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from plures.calibration import ClassCalibration
-from plures.calling import Arguments, arguments, logits_of
+from plures.calling import logits_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.metrics.arrays import TINY
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.tensors import canonical, tensors
 
 Part = Callable[[int], Tensor]  # of a member, by its place among the trained
-OUTPUTS = ("probabilities", "label", "confidence", "total", "aleatoric", "epistemic", "members")
-
-
-class Answer(nn.Module):
-    """Answer as `predict` does: a dict of tensors, named as the fields of a `Prediction`.
-
-        Answer(members, arguments(images))(images)["probabilities"]
-
-    It takes the tensors among the arguments that `like` shows, one by one; the others are fixed. `preprocess` turns
-    what the file is given into what the network takes: pixels into normalised images. The temperatures of a calibrated
-    ensemble are in the answer.
-    """
-
-    def __init__(
-        self,
-        members: nn.Module,
-        like: Arguments,
-        preprocess: nn.Module | None = None,
-        calibration: ClassCalibration | None = None,
-    ) -> None:
-        super().__init__()
-        self.members = members
-        self.preprocess = preprocess
-        self.like = like
-        self.own_temperatures: list[float] = [] if calibration is None else calibration.member_temperatures.tolist()
-        self.temperature = 1.0 if calibration is None else calibration.temperature
-        self.eval()
-
-    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return all outputs by name."""
-        given = filled(self.like, tensors)
-        if self.preprocess is not None:
-            given = arguments(self.preprocess(*given.args, **given.kwargs))
-        logits = self.members(*given.args, **given.kwargs)
-        if logits.dim() != 3:
-            raise PluresError(
-                f"the members return {list(logits.shape)}; only [members, batch, classes] can be exported"
-            )
-        members = logits.float().softmax(-1)
-        mean = members.mean(0)
-        warmed = mean
-        if any(own != 1 for own in self.own_temperatures):
-            warmed = torch.stack([_tempered(members[i], own) for i, own in enumerate(self.own_temperatures)]).mean(0)
-        probabilities = warmed if self.temperature == 1 else _tempered(warmed, self.temperature)
-        confidence, label = probabilities.max(-1)
-        total, aleatoric = _entropy(mean), _entropy(members).mean(0)
-        epistemic = (total - aleatoric).clamp_min(0)
-        values = (probabilities, label, confidence, total, aleatoric, epistemic, members)
-        return dict(zip(OUTPUTS, values, strict=True))
-
-
-def named_tensors(given: Arguments) -> dict[str, Tensor]:
-    """Name the tensors among a network's arguments: `inputs`, `inputs_1`, ... by position, others by their own name.
-
-    >>> list(named_tensors(arguments({"pixel_values": torch.zeros(1)})))
-    ['pixel_values']
-    """
-    places = [f"inputs_{place}" if place else "inputs" for place in range(len(given.args))]
-    named = dict(zip(places, given.args, strict=True)) | given.kwargs
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-
-def filled(like: Arguments, values: Sequence[Tensor]) -> Arguments:
-    """Put other tensors into the place of those among some arguments, in the order of `named_tensors`.
-
-    filled(arguments(images), [pixels])
-    """
-    rest = iter(values)
-    args = tuple(next(rest) if isinstance(value, Tensor) else value for value in like.args)
-    kwargs = {name: next(rest) if isinstance(value, Tensor) else value for name, value in like.kwargs.items()}
-    return Arguments(args, kwargs)
 
 
 class SplitMembers(nn.Module):
@@ -223,13 +150,3 @@ def members_of(ensemble: Ensemble) -> nn.Module:
     if hasattr(ensemble, "trained"):
         return SplitMembers(ensemble)
     return DrawnPasses(ensemble) if hasattr(ensemble, "passes") else ensemble
-
-
-def _tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """Apply a temperature as `plures.metrics.tempered` does, by operations that every runtime has."""
-    return (probabilities.clamp_min(TINY).log() / temperature).softmax(-1)
-
-
-def _entropy(probabilities: Tensor) -> Tensor:
-    tiny = torch.finfo(torch.float32).tiny
-    return (probabilities * -probabilities.clamp_min(tiny).log()).sum(-1).clamp_min(0)

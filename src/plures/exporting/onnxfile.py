@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from plures.calling import arguments, chunks
 from plures.errors import PluresError
-from plures.exporting.members import OUTPUTS, named_tensors
+from plures.exporting.answers import named_tensors
 from plures.exporting.program import quiet
 from plures.exporting.trouble import unwritable
 
@@ -20,10 +20,12 @@ FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weigh
 CALIBRATION_BATCH = 32
 
 
-def onnx_bytes(program: ExportedProgram, inputs: Sequence[str], about: Mapping[str, str]) -> bytes:
+def onnx_bytes(
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]
+) -> bytes:
     """Turn a program into an ONNX file with everything in it.
 
-    Path("birds.onnx").write_bytes(onnx_bytes(program, ["inputs"], {"classes": '["wren", "robin"]'}))
+    Path("birds.onnx").write_bytes(onnx_bytes(program, ["inputs"], answer.outputs, about))
     """
     import onnxscript.optimizer
 
@@ -36,7 +38,7 @@ def onnx_bytes(program: ExportedProgram, inputs: Sequence[str], about: Mapping[s
                 verbose=False,
                 opset_version=OPSET,
                 input_names=list(inputs),
-                output_names=list(OUTPUTS),
+                output_names=list(outputs),
             )
             assert made is not None  # only with dynamo=False
             onnxscript.optimizer.optimize_ir(made.model, input_size_limit=FOLD_BELOW)

@@ -11,33 +11,24 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from plures.calibration import Calibration, ClassCalibration
-from plures.calling import Arguments, arguments
+from plures.calling import Arguments
 from plures.errors import PluresError
-from plures.exporting.members import Answer, filled, named_tensors
+from plures.exporting.answers import Answer, filled, named_tensors
 from plures.exporting.trouble import untraceable
 from plures.seeding import generator
 
 _DRAWS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
 
 
-def program_of(
-    members: nn.Module,
-    example_inputs: Any,
-    preprocess: nn.Module | None = None,
-    seed: int = 0,
-    calibration: Calibration | None = None,
-) -> ExportedProgram:
-    """Trace what an ensemble answers, for any number of samples.
+def program_of(answer: Answer, seed: int = 0) -> ExportedProgram:
+    """Trace what a file shall answer, for any number of samples.
 
-        program_of(members_of(ensemble), images).module()(images)["probabilities"]
+        program_of(answer_of(ensemble, members_of(ensemble), images)).module()(images)["probabilities"]
 
-    The first axis of every tensor that is as long as the first one's is the batch.
+    The first axis of every tensor that is as long as the first one's is the batch. What is drawn at random follows from
+    the seed.
     """
-    given = _with_two_samples(arguments(example_inputs))
-    tensors = list(named_tensors(given).values())
-    learned = calibration if isinstance(calibration, ClassCalibration) else None
-    answer = Answer(members, given, preprocess, learned)
+    tensors = list(named_tensors(_with_two_samples(answer.like)).values())
     batch = Dim("batch", min=1)
     axes = tuple({0: batch} if _batched(tensor, tensors) else {} for tensor in tensors)
     with quiet(), _plain_attention(), torch.no_grad():
