@@ -3,6 +3,7 @@
 It travels in the ensemble's file, so that a process that never saw the data can keep the promises.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Self
@@ -44,8 +45,8 @@ class ClassCalibration:
     confidence: Tensor
     """[samples]: the largest probability."""
     kept: Tensor
-    """[members - 1, margins]: of the samples that have at least this margin between the two most probable classes after
-    1, 2, ... members, the share whose label no further member changed."""
+    """[members - 1, margins]: of samples with this margin between the two most probable classes after 1, 2, ...
+    members, the share whose label no further member changes; it rises with the margin."""
 
     @classmethod
     def fit(cls, members: Tensor, targets: Tensor, per_member: bool = False) -> Self:
@@ -129,7 +130,7 @@ class ClassCalibration:
     def margins(self, until: float) -> list[float]:
         """Say after 1, 2, ... members which margin is enough for a share `until` of the labels to stay."""
         self._need_samples("members on demand")
-        enough = (self.kept >= until).flip(1).cummin(dim=1).values.sum(dim=1)  # all margins from here on are enough
+        enough = (self.kept >= until).sum(dim=1)  # the shares rise, so all margins from the first one on are enough
         return [(MARGINS - int(count)) / (MARGINS - 1) for count in enough]
 
     def summary(self) -> str:
@@ -256,14 +257,31 @@ def _each_tempered(members: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def _kept(members: Tensor) -> Tensor:
-    """Weigh margins: which share of labels stays, after so many members and with at least such a margin."""
+    """Weigh margins: which share of labels stays, after so many members and with such a margin."""
     final = members.mean(0).argmax(dim=1)
     rows = []
     for count in range(1, len(members)):
-        first, second = members[:count].mean(0).topk(2, dim=1).values.unbind(1)
-        stays = members[:count].mean(0).argmax(dim=1) == final
+        mean = members[:count].mean(0)
+        first, second = mean.topk(2, dim=1).values.unbind(1)
+        stays = mean.argmax(dim=1) == final
         step = ((first - second) * (MARGINS - 1)).floor().long().clamp(0, MARGINS - 1)
-        total = torch.bincount(step, minlength=MARGINS).flip(0).cumsum(0).flip(0)
-        same = torch.bincount(step[stays], minlength=MARGINS).flip(0).cumsum(0).flip(0)
-        rows.append(torch.where(total > 0, same / total.clamp_min(1), 1.0))
-    return torch.stack(rows) if rows else torch.zeros(0, MARGINS)
+        total = torch.bincount(step, minlength=MARGINS)
+        pooled = _rising(torch.bincount(step[stays], minlength=MARGINS).tolist(), total.tolist())
+        # One more sample might have changed its label, so few samples prove little; a larger margin is no worse.
+        careful = [share * all_ / (all_ + 1) for share, all_ in pooled]
+        rows.append(list(itertools.accumulate(careful, max)))
+    return torch.tensor(rows) if rows else torch.zeros(0, MARGINS)
+
+
+def _rising(same: list[int], total: list[int]) -> list[tuple[float, int]]:
+    """Estimate a share that rises from bin to bin, and of how many samples: neighbours that fall are pooled.
+
+    That is isotonic regression. A bin that nobody fell into joins the one below: what was not seen is not better.
+    """
+    pools: list[list[int]] = []  # same, total, bins
+    for kept, all_ in zip(same, total, strict=True):
+        pools.append([kept, all_, 1])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] >= pools[-1][0] * pools[-2][1]:
+            last = pools.pop()
+            pools[-1] = [mine + its for mine, its in zip(pools[-1], last, strict=True)]
+    return [(kept / all_ if all_ else 0.0, all_) for kept, all_, bins in pools for _ in range(bins)]
