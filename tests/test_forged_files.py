@@ -8,7 +8,7 @@ import torch
 import plures
 import plures.storage
 from attack.forgery import Forgery
-from attack.subjects import network
+from attack.subjects import Subject, network
 from plures import PluresError
 from plures.answers import Prediction
 
@@ -135,6 +135,28 @@ def test_weights_of_another_kind(tmp_path, dtype) -> None:
         name = next(name for name in forged.tensors if name.endswith("0.weight") and not name.startswith("owners"))
         forged.tensors[name] = torch.ones_like(forged.tensors[name]).to(dtype)
         assert "dtype" in refused(tmp_path, forged)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperatures", torch.ones(1)),
+        ("member_temperatures", torch.ones(3, 1)),
+        ("member_temperatures", torch.tensor([1.0, 0.0, 1.0])),
+        ("temperatures", torch.full((3,), float("nan"))),
+        ("probability", torch.zeros(0)),
+        ("rank", torch.ones(3)),
+        ("before", torch.full((3,), float("inf"))),
+        ("kept", torch.ones(2, 1)),
+        ("nll", torch.ones(2, dtype=torch.complex64)),
+    ],
+)
+def test_a_calibration_that_none_would_fit(tmp_path, name, value) -> None:
+    path = tmp_path / "good.safetensors"
+    plures.save(Subject("DeepEnsemble", {"members": 3}, calibrated=True).make(), path)
+    forged = Forgery(path)
+    forged.tensors[f"calibration.{name}"] = value
+    assert "the calibration in the file is damaged" in refused(tmp_path, forged)
 
 
 def test_a_layer_is_masked_once() -> None:

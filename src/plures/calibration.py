@@ -90,6 +90,13 @@ class ClassCalibration:
         """The temperature of the mean of all members."""
         return float(self.temperatures[-1])
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Give the shapes that belong together."""
+        members, samples = self.temperatures.numel(), self.probability.numel()
+        each = {name: [samples] for name in ("probability", "before", "rank", "confidence")}
+        kept = [max(members - 1, 0), MARGINS if samples else 0]
+        return {"temperatures": [members], "member_temperatures": [members], "nll": [2], **each, "kept": kept}
+
     def mean(self, members: Tensor) -> Tensor:
         """Average the probabilities of the first members, [members or fewer, batch, classes, ...]."""
         return _each_tempered(members, self.member_temperatures[: len(members)]).mean(0)
@@ -188,6 +195,11 @@ class NumberCalibration:
         """How many members there were."""
         return int(self.count)
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Give the shapes that belong together."""
+        shape = list(self.residual.shape)
+        return {"residual": shape, "std": shape, "scale": shape[1:], "count": []}
+
     def half_width(self, std: Tensor, coverage: float, normalised: bool) -> Tensor:
         """Give half the width of intervals around means whose uncalibrated standard deviations are `std`."""
         if not normalised:
@@ -208,6 +220,8 @@ KINDS: dict[str, type[ClassCalibration] | type[NumberCalibration]] = {
     "numbers": NumberCalibration,
 }
 PREFIX = "calibration."
+WHOLE = ("rank", "count")
+POSITIVE = ("temperatures", "member_temperatures", "scale")
 
 
 def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
@@ -238,9 +252,16 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
     if kind not in KINDS:
         raise PluresError(f"the file holds a calibration of kind {kind!r}, which this version does not know")
     made = KINDS[kind](**{field.name: read(PREFIX + field.name) for field in fields(KINDS[kind])})
-    positive = made.temperatures if isinstance(made, ClassCalibration) else made.scale
-    if not positive.numel() or not bool(((positive > 0) & positive.isfinite()).all()):
-        raise PluresError("the calibration in the file is damaged: its temperatures are not positive numbers")
+    expected = made.shapes()
+    for name, tensor in vars(made).items():
+        if list(tensor.shape) != expected[name] or tensor.is_floating_point() == (name in WHOLE):
+            raise PluresError(
+                f"the calibration in the file is damaged: its {name} have shape {list(tensor.shape)} and dtype "
+                f"{tensor.dtype}; expected {expected[name]}"
+            )
+        lowest = 0 if name not in POSITIVE else torch.finfo(tensor.dtype).tiny
+        if tensor.is_complex() or not bool(((tensor >= lowest) & tensor.isfinite()).all()):
+            raise PluresError(f"the calibration in the file is damaged: its {name} are not finite and positive")
     return made
 
 

@@ -13,7 +13,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -141,10 +141,10 @@ class Input:
     sure: bool = True
 
 
-def attack_with_inputs(count: int, seed: int = 0) -> Iterator[Tally]:
-    """Give every command `count` bad inputs."""
+def attack_with_inputs(count: int, seed: int = 0, names: Iterable[str] = ()) -> Iterator[Tally]:
+    """Give every command, or those named, `count` bad inputs."""
     with _workshop() as shop:
-        for name in commands():
+        for name in names or commands():
             yield _attack(name, count, seed, shop)
 
 
