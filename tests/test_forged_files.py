@@ -159,6 +159,28 @@ def test_a_calibration_that_none_would_fit(tmp_path, name, value) -> None:
     assert "the calibration in the file is damaged" in refused(tmp_path, forged)
 
 
+class Pair(plures.DeepEnsemble):
+    def __init__(self, network, *, members: int = 2, loss=None, seed: int = 0):
+        super().__init__(network, members, classifier="fixed", loss=loss, seed=seed)
+
+
+class Narrow(plures.PackedEnsemble):
+    def __init__(self, network, *, loss=None):
+        super().__init__(network, 2, alpha=1.0, loss=loss)
+
+
+@pytest.mark.parametrize("method", [Pair, Narrow])
+def test_a_class_derived_from_a_method_has_options_of_its_own(tmp_path, method) -> None:
+    ensemble = method(network())
+    for _ in ensemble.stages():
+        pass
+    plures.save(ensemble, tmp_path / "own.safetensors")
+    loaded = plures.load(tmp_path / "own.safetensors", network(), method=method)
+    assert loaded(torch.ones(2, 1, 4, 4)).equal(ensemble(torch.ones(2, 1, 4, 4)))
+    with pytest.raises(PluresError, match="cannot be loaded in part"):
+        plures.load(tmp_path / "own.safetensors", network(), method=method, members=[0])
+
+
 def test_a_layer_is_masked_once() -> None:
     with pytest.raises(PluresError, match="name one twice"):
         plures.Masksembles(network(), members=2, layers=["4", "4"])

@@ -61,14 +61,14 @@ NO_NAME = [
 NO_FOLDER = ["file/inside", "/dev/null/inside", "/proc/inside", "x" * 300, "picture.png/inside"]
 # What no command takes for an option of this name.
 BAD = {
-    "--members": [*NO_COUNT, "99999999999999999999", "1000000"],
+    "--members": NO_COUNT,
     "--seed": ["-1", "18446744073709551616", "1.5", "nan", *WORDS],
     "--seeds": NO_COUNT,
     "--jobs": NO_COUNT,
     "--on": ["mars", *WORDS],
     "--scale": ["mars", *WORDS],
     "--recipes": ["nothing", "cifar", *WORDS],
-    "--methods": ["nothing", "orthogonal-dropout:", "orthogonal-dropout:x=1", "deep-ensemble:members=x", *NO_NAME],
+    "--methods": ["nothing", "orthogonal-dropout:x=1", "deep-ensemble:members=x", *NO_NAME],
     "--method": NO_NAME,
     "--model": NO_NAME,
     "--set": [

@@ -100,7 +100,6 @@ class BatchEnsemble(ManyInOne):
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
-        super().check_stored(network, stored)
         members = stored.options["members"]
         check_members(members)
         for name, layer in layers_of(network).items():

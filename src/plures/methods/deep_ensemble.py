@@ -116,7 +116,6 @@ class DeepEnsemble(Ensemble):
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
-        super().check_stored(network, stored)
         members = stored.options["members"]
         check_members(members)
         shared = _shared(network, stored.options["classifier"], stored.options["roles"])

@@ -70,7 +70,6 @@ class Masksembles(ManyInOne):
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
-        super().check_stored(network, stored)
         known = layers_of(network)
         for name in _chosen(network, stored.options["layers"]):
             stored.check(inside(name, "members.masks"), [stored.options["members"], widths(known[name])[0]])

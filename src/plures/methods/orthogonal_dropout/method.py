@@ -316,7 +316,7 @@ class OrthogonalDropout(Ensemble):
     @classmethod
     def restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
         """Build an ensemble from what `options`, `state` and `tensors` gave."""
-        cls.check_stored(network, stored)
+        cls.check_before_building(network, stored)
         # The roles in the file are resolved: what becomes of the classifier is among them.
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         ensemble = cls(network, **{**stored.options, "classifier": None})

@@ -80,7 +80,6 @@ class PackedEnsemble(ManyInOne):
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
-        super().check_stored(network, stored)
         known, options = layers_of(network), stored.options
         _check(options["members"], options["alpha"], options["gamma"], options["seed"])
         first, last = _ends(known, options["first"], options["last"])
