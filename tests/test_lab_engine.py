@@ -403,7 +403,7 @@ def test_a_run_goes_on_with_the_threads_that_it_was_begun_with(tmp_path, monkeyp
     finally:
         torch.set_num_threads(here)
     assert set(seen) == {2}
-    assert "begun with 2 threads" in caplog.text
+    assert "began with 2 threads" in caplog.text
     assert RunFolder(tmp_path / "run").config()["environment"]["threads"] == 2
 
 
@@ -440,7 +440,7 @@ def test_another_configuration_is_refused_and_says_what_differs(uninterrupted):
 
 
 def test_a_run_without_a_finished_epoch_gives_way(tmp_path, uninterrupted):
-    with pytest.raises(PluresError, match="no number"):
+    with pytest.raises(PluresError, match="became NaN or infinite"):
         train(tmp_path / "run", recipe=dataclasses.replace(RECIPE, learning_rate=1e30))
     train(tmp_path / "run")
     assert_same_run(tmp_path / "run", uninterrupted)
