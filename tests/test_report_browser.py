@@ -147,7 +147,7 @@ def test_a_full_table_fits_a_laptop(browser: Browser, crowded: str) -> None:
     size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(crowded)
-    assert len(browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")) == 13
+    assert len(browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")) == 14
     box = browser.find_element(By.CSS_SELECTOR, "#table .scroll")
     assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", box)
     assert overflow(browser) == 0

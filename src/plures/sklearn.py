@@ -154,7 +154,8 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Give the most probable class of each row."""
-        chosen: NDArray[Any] = self.classes_[self.predict_proba(X).argmax(1)]
+        best = self.predict_proba(X).argmax(1)  # first: it says whether the estimator is fitted
+        chosen: NDArray[Any] = self.classes_[best]
         return chosen
 
     def predict_std(self, X: Any) -> Table:
