@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 from plures.errors import PluresError
@@ -38,15 +39,16 @@ def one_of(name: str, value: Any, accepted: Collection[Any]) -> None:
         raise PluresError(f"{name}={value!r}; use one of {', '.join(one for one in accepted if one is not None)}")
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is not a whole number within bounds.
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Refuse what is not a whole number within bounds; return it as Python's own, which JSON can hold.
 
-    whole_number("members", members, least=2, most=255)
+    members = whole_number("members", members, least=2, most=255)
     """
     bounds = f"{least} or more" if most is None else f"from {least} to {most}"
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, Integral) and not isinstance(value, bool)  # numpy's numbers, too
     if not whole or value < least or (most is not None and value > most):
         raise PluresError(f"{name}={value!r}; use a whole number, {bounds}")
+    return int(value)
 
 
 def number(name: str, value: Any, accepted: str, *, above: float = -math.inf, below: float = math.inf) -> None:

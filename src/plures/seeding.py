@@ -21,12 +21,13 @@ def seed_of(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def check_seed(seed: object) -> None:
-    """Refuse what is not a seed.
+def check_seed(seed: object) -> int:
+    """Refuse what is not a seed; return it as Python's own number, which JSON can hold.
 
-    check_seed(0)
+    >>> check_seed(np.int64(3))
+    3
     """
-    whole_number("seed", seed, least=0, most=LARGEST_SEED)
+    return whole_number("seed", seed, least=0, most=LARGEST_SEED)
 
 
 def generator(seed: int, *key: object) -> torch.Generator:

@@ -163,7 +163,7 @@ def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
     built = started(network, "fresh", seed=0)
     """
     check_network(network)
-    check_seed(seed)
+    seed = check_seed(seed)
     one_of("init", init, get_args(Init))
     result = copy.deepcopy(network)
     if init == "fresh":

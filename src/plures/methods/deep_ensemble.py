@@ -50,7 +50,7 @@ class DeepEnsemble(Ensemble):
     ) -> None:
         super().__init__(network, loss)
         check_members(members)
-        check_seed(seed)
+        seed = check_seed(seed)
         one_of("init", init, get_args(Init))
         self.members = members
         self.classifier = classifier

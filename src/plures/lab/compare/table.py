@@ -57,6 +57,7 @@ class Column:
     value: Callable[[Row], float | None]
     cell: Callable[[Row], str]
     better: Literal["high", "low"] | None = None
+    trust: bool = False  # whether it tells of calibration, shift or other data: the report has a table for these
 
     def best(self, rows: Sequence[Row]) -> Row | None:
         """Find the best row of several that have a figure; None where there is no choice."""
@@ -85,12 +86,12 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _cost("size", "size", "{:.2f} x"),
         _cost("prediction", "prediction", "{:.1f} x"),
         _cost("training epochs", "epochs", "{:.0f}"),
-        _measured("calibrated NLL", "calibrated_nll", "low"),
-        _measured("calibrated ECE", "calibrated_ece", "low", digits=4),
-        _measured("accuracy % under shift", "shift_accuracy", "high", digits=1, scale=100),
-        _measured("NLL under shift", "shift_nll", "low"),
-        _measured("ECE under shift", "shift_ece", "low", digits=4),
-        _measured("AUROC % of other data", "ood_auroc", "high", digits=1, scale=100),
+        _measured("calibrated NLL", "calibrated_nll", "low", trust=True),
+        _measured("calibrated ECE", "calibrated_ece", "low", digits=4, trust=True),
+        _measured("accuracy % under shift", "shift_accuracy", "high", digits=1, scale=100, trust=True),
+        _measured("NLL under shift", "shift_nll", "low", trust=True),
+        _measured("ECE under shift", "shift_ece", "low", digits=4, trust=True),
+        _measured("AUROC % of other data", "ood_auroc", "high", digits=1, scale=100, trust=True),
         _measured("Brier", "brier", "low"),
         _measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
         _measured("agreement", "agreement", None),
@@ -99,7 +100,13 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def _measured(
-    title: str, key: str, better: Literal["high", "low"] | None, *, digits: int = 3, scale: float = 1
+    title: str,
+    key: str,
+    better: Literal["high", "low"] | None,
+    *,
+    digits: int = 3,
+    scale: float = 1,
+    trust: bool = False,
 ) -> Column:
     """Make a column of a metric: its mean, and its standard deviation where there are several seeds."""
 
@@ -112,7 +119,7 @@ def _measured(
         spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
         return tables.figure(value(row), digits) + spread
 
-    return Column(title, value, cell, better)
+    return Column(title, value, cell, better, trust)
 
 
 def _cost(title: str, key: str, pattern: str) -> Column:

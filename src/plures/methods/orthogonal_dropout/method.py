@@ -66,8 +66,7 @@ class OrthogonalDropout(Ensemble):
     ) -> None:
         super().__init__(network, loss)
         one_of("init", init, get_args(Init))
-        seed = int(seed)  # a number of numpy, too: a file holds it as JSON
-        check_seed(seed)
+        seed = check_seed(seed)
         self.members = members
         self.optimize_masks = bool(optimize_masks)  # plain values, because a file holds them as JSON
         self.granularity = granularity
