@@ -225,10 +225,7 @@ POSITIVE = ("temperatures", "member_temperatures", "scale")
 
 
 def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
-    """Give what a file holds of a calibration.
-
-    to_tensors(ensemble.calibration)["calibration.temperatures"]
-    """
+    """Give what a file holds of a calibration."""
     if calibration is None:
         return {}
     return {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
@@ -243,10 +240,7 @@ def kind_of(calibration: Calibration | None) -> str | None:
 
 
 def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
-    """Read a calibration back.
-
-    ensemble.calibration = from_tensors("classes", read)
-    """
+    """Read a calibration back."""
     if kind is None:
         return None
     if kind not in KINDS:

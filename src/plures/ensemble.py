@@ -267,10 +267,7 @@ SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_mas
 
 
 def refuse_one_class(loss: Loss, logits: Tensor) -> None:
-    """Refuse to train one number per sample with cross-entropy, which is zero for a single class.
-
-    refuse_one_class(F.cross_entropy, network(images))
-    """
+    """Refuse to train one number per sample with cross-entropy, which is zero for a single class."""
     if is_for_classes(loss) and logits.dim() > 1 and logits.shape[class_axis(loss)] == 1:
         raise PluresError(
             f"the network returned {list(logits.shape)}: one number per sample, and its cross-entropy is always zero; "

@@ -44,10 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place where no file can be written: better before minutes of work than after. Missing folders are made.
-
-    check_place(Path("report.html"))
-    """
+    """Refuse a place where no file can be written, before minutes of work are lost; missing folders are made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -58,10 +55,7 @@ def check_place(path: Path) -> None:
 
 
 def write(path: Path, contents: bytes) -> None:
-    """Write a file completely or not at all.
-
-    write(Path("runs/first/metrics.json"), b"{}")
-    """
+    """Write a file completely or not at all."""
     with replacing(path) as beside:
         beside.write_bytes(contents)
 

@@ -224,10 +224,7 @@ class Predictor(nn.Module):
 
 
 def joined(parts: list[tuple[Tensor, Prediction]], members: int) -> Prediction:
-    """Put predictions of some rows each together, in the order of the rows; members that were not asked are NaN.
-
-    joined([(rows, prediction), (other_rows, other_prediction)], members=5)
-    """
+    """Put predictions of some rows each together, in the order of the rows; members that were not asked are NaN."""
     order = torch.cat([rows for rows, _ in parts]).argsort()
 
     def all_members(prediction: Prediction) -> Tensor:

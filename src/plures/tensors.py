@@ -66,10 +66,7 @@ def draw(name: str, like: Tensor, known: Moments, seed: int, *key: object) -> Te
 
 
 def restart(network: nn.Module, known: Moments, names: Iterable[str], seed: int, *key: object) -> None:
-    """Draw the named tensors of a network afresh, in place.
-
-    restart(copy, moments(copy), moments(copy), seed, "member", 2)
-    """
+    """Draw the named tensors of a network afresh, in place."""
     current = tensors(network)
     with torch.no_grad():
         for name in names:
@@ -169,10 +166,7 @@ def overwrite(tensor: Tensor, value: Tensor, name: str) -> None:
 
 
 def check_network(network: object) -> None:
-    """Refuse what is not a network, and one with lazy layers that have not seen a batch yet.
-
-    check_network(nn.Linear(3, 2))
-    """
+    """Refuse what is not a network, and one with lazy layers that have not seen a batch yet."""
     if not isinstance(network, nn.Module):
         raise PluresError(f"network must be an nn.Module, not {type(network).__name__}")
     for name, tensor in tensors(network).items():

@@ -126,10 +126,7 @@ def _powers(base: int) -> Tensor:
 
 
 class DrawnPasses(nn.Module):
-    """Run the passes of MC dropout one by one; their masks are drawn when the program is made.
-
-    DrawnPasses(ensemble)(images)
-    """
+    """Run the passes of MC dropout one by one; their masks are drawn when the program is made."""
 
     def __init__(self, ensemble: Any) -> None:
         super().__init__()

@@ -23,10 +23,7 @@ CALIBRATION_BATCH = 32
 def onnx_bytes(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]
 ) -> bytes:
-    """Turn a program into an ONNX file with everything in it.
-
-    Path("birds.onnx").write_bytes(onnx_bytes(program, ["inputs"], answer.outputs, about))
-    """
+    """Turn a program into an ONNX file with everything in it."""
     import onnxscript.optimizer
 
     with quiet():

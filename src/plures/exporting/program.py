@@ -88,10 +88,7 @@ def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | Non
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep exporters from printing, logging and warning: what goes wrong is told by one error.
-
-    with quiet(): torch.export.export(network, (images,))
-    """
+    """Keep exporters from printing, logging and warning: what goes wrong is told by one error."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.__trace", "onnxscript", "onnx_ir", "onnxruntime")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

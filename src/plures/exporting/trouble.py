@@ -18,10 +18,7 @@ ADVICE = "write it with torch operations whose shapes and branches do not depend
 
 
 def untraceable(answer: nn.Module, tensors: Sequence[Tensor], failures: Sequence[Exception]) -> PluresError:
-    """Find where tracing stopped, by tracing once more with an eye on every module and operator.
-
-    raise untraceable(answer, tensors, [error]) from error
-    """
+    """Find where tracing stopped, by tracing once more with an eye on every module and operator."""
     own = next((error for error in failures if isinstance(error, PluresError)), None)
     if own is not None:
         return own
@@ -38,10 +35,7 @@ def untraceable(answer: nn.Module, tensors: Sequence[Tensor], failures: Sequence
 
 
 def unwritable(program: ExportedProgram, error: Exception) -> PluresError:
-    """Find the operator that ONNX lacks in the message of torch, and the module that calls it.
-
-    raise unwritable(program, error) from error
-    """
+    """Find the operator that ONNX lacks in the message of torch, and the module that calls it."""
     reasons: list[BaseException] = [error]
     while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None and len(reasons) < 10:
         reasons.append(before)

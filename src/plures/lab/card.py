@@ -28,10 +28,7 @@ ROWS = {
 def card(
     ensemble: Ensemble, target: str | Path, metrics: Mapping[str, Any] | None, run: Run | None, missing: str = ""
 ) -> str:
-    """Write the card as Markdown, with the head that the hub reads.
-
-    card(ensemble, "me/birds", {"accuracy": 0.95}, None)
-    """
+    """Write the card as Markdown, with the head that the hub reads."""
     name = Path(target).name
     head = ["---", "library_name: plures", "tags:", "- uncertainty", "- ensemble", "- plures", "---", ""]
     about = f"A {type(ensemble).__name__} ensemble, made by [plures](https://pypi.org/project/plures/) {__version__}."
@@ -43,10 +40,7 @@ def card(
 
 
 def reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
-    """Draw how often the ensemble is right when it is so sure, against how often it would be if it knew itself.
-
-    Path("reliability.png").write_bytes(reliability_png(probabilities, targets))
-    """
+    """Draw how often the ensemble is right when it is so sure, against how often it would be if it knew itself."""
     from matplotlib.figure import Figure
 
     table = measured.calibration_table(probabilities, targets)

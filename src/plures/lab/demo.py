@@ -18,10 +18,7 @@ METHODS = ("deterministic", "orthogonal-dropout", "deep-ensemble")
 
 
 def main() -> int:
-    """Train the three, print the table, write the report, and return the exit code.
-
-    main()
-    """
+    """Train the three, print the table, write the report, and return the exit code."""
     try:
         return demonstrate(RUNS)
     except PluresError as error:
@@ -33,10 +30,7 @@ def main() -> int:
 
 
 def demonstrate(runs: Path) -> int:
-    """Compare the methods of the demonstration; what is finished is only read.
-
-    demonstrate(Path("runs/demo"))
-    """
+    """Compare the methods of the demonstration; what is finished is only read."""
     from plures.lab import tables
     from plures.lab.compare import table as write
     from plures.lab.compare.compare import compare

@@ -15,10 +15,7 @@ BATCH = 256
 
 
 class Normalise(nn.Module):
-    """Do as a module what `DataInfo.normalise` does: uint8 pixels in, the network's input out.
-
-    Normalise(run.info)(pixels)
-    """
+    """Do as a module what `DataInfo.normalise` does: uint8 pixels in, the network's input out."""
 
     scale: Tensor
     shift: Tensor
@@ -37,10 +34,7 @@ class Normalise(nn.Module):
 def export_run(
     run: Run, path: Path, format: Format | None = None, *, int8: bool = False, data_dir: Path | None = None
 ) -> dict[str, Any]:
-    """Write a run as one file, and say what was written, as JSON values.
-
-    export_run(open_run("runs/birds"), Path("birds.onnx"))["bytes"]
-    """
+    """Write a run as one file, and say what was written, as JSON values."""
     info = run.info
     data = run.data(data_dir) if int8 else None
     example = torch.zeros(2, info.size, info.size, info.channels, dtype=torch.uint8)
@@ -61,10 +55,7 @@ def export_run(
 
 
 def about(run: Run) -> dict[str, Any]:
-    """Give what a file says of its preprocessing and of where it comes from.
-
-    about(run)["preprocessing"]["mean"]
-    """
+    """Give what a file says of its preprocessing and of where it comes from."""
     info = run.info
     return {
         "preprocessing": {

@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 
 class Look(NamedTuple):
-    """A colour, and a marker as matplotlib calls it.
-
-    Look("#D55E00", "o").colour
-    """
+    """A colour, and a marker as matplotlib calls it."""
 
     colour: str
     marker: str

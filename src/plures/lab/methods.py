@@ -28,10 +28,7 @@ NOT_OPTIONS = ("self", "network", "members", "seed", "roles", "loss", "measured"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is usual for a method, as far as it differs from others.
-
-    Facts(longer=2.5)
-    """
+    """What is usual for a method, as far as it differs from others."""
 
     longer: float = 1.0  # times the epochs of others
     members: int | None = None  # whatever the recipe says
@@ -101,10 +98,7 @@ def split_words(words: str) -> tuple[str, tuple[str, ...]]:
 
 
 def imported(kind: str, name: str) -> Any:
-    """Get what `module:name` stands for; the working directory is searched, too, as Python does it for scripts.
-
-    imported("model", "mypackage.networks:small")
-    """
+    """Get what `module:name` stands for; the working directory is searched, too, as Python does it for scripts."""
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
@@ -160,10 +154,7 @@ def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[st
 
 
 def takes(method: type["Ensemble"], name: str) -> bool:
-    """Say whether a method's constructor has an argument.
-
-    takes(plures.DeepEnsemble, "members")
-    """
+    """Say whether a method's constructor has an argument."""
     return name in inspect.signature(method).parameters
 
 

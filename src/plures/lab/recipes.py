@@ -109,20 +109,14 @@ class Recipe:
         return replace(self, epochs=self.epochs.times(known.longer), members=known.members or self.members)
 
     def as_json(self) -> dict[str, Any]:
-        """Give everything that decides about the result as JSON values.
-
-        json.dumps(recipe.as_json())
-        """
+        """Give everything that decides about the result as JSON values."""
         values = asdict(self)
         del values["about"]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Make the recipe that `as_json` described.
-
-        recipe = Recipe.from_json(json.loads(text))
-        """
+        """Make the recipe that `as_json` described."""
         known = {one.name for one in fields(cls)}
         if others := sorted(set(values) - known):
             raise PluresError(f"a recipe has no {', '.join(others)}: it was written by another version of plures")

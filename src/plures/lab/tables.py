@@ -23,10 +23,7 @@ SHOWN = 10  # members whose values are listed one by one
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines: plain text, without control codes and line breaks, where no terminal listens.
-
-    show(scores_table("digits", found), "in runs/digits")
-    """
+    """Print tables and lines: plain text, without control codes and line breaks, where no terminal listens."""
     printer = console()
     for part in parts:
         printer.print(Text(part) if isinstance(part, str) else part)
@@ -34,18 +31,12 @@ def show(*parts: Table | str) -> None:
 
 
 def console() -> Console:
-    """Make what prints: as wide as the terminal, or where none listens, as wide as anything.
-
-    console().width
-    """
+    """Make what prints: as wide as the terminal, or where none listens, as wide as anything."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = ()) -> Table:
-    """Make a table: the columns named in `words` are text, the others figures, aligned to the right.
-
-    show(table("shift", ["corruption", "accuracy"], [["blur", "91.2 %"]], words=["corruption"]))
-    """
+    """Make a table: the columns named in `words` are text, the others figures, aligned to the right."""
     made = Table(
         title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
@@ -90,10 +81,7 @@ def roughly(seconds: float | None) -> str:
 
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:
-    """Show the metrics of one ensemble, one per line.
-
-    show(scores_table("runs/digits", evaluate(ensemble, data)))
-    """
+    """Show the metrics of one ensemble, one per line."""
     rows = [
         ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
@@ -109,10 +97,7 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Show what corruptions cost: the accuracy at each severity, and over all of them NLL and ECE.
-
-    show(shift_table(evaluate_shift(ensemble, data)))
-    """
+    """Show what corruptions cost: the accuracy at each severity, and over all of them NLL and ECE."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(row["corruption"], []).append(row)
@@ -142,19 +127,13 @@ def _means(kinds: Mapping[str, Sequence[Mapping[str, Any]]], severities: Sequenc
 
 
 def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
-    """Show how well uncertainty finds unfamiliar images.
-
-    show(ood_table("svhn", evaluate_ood(ensemble, data, unfamiliar)))
-    """
+    """Show how well uncertainty finds unfamiliar images."""
     lines = [[row["score"], percent(row["auroc"]), percent(row["aupr"]), percent(row["fpr95"])] for row in scores]
     return table(f"recognising {data} as unfamiliar", ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
 
 
 def answers_table(answers: Sequence["Answer"]) -> Table:
-    """Show what an ensemble says of picture files.
-
-    show(answers_table(answers))
-    """
+    """Show what an ensemble says of picture files."""
     with_sets = any(one.classes is not None for one in answers)
     lines = [
         [
@@ -172,10 +151,7 @@ def answers_table(answers: Sequence["Answer"]) -> Table:
 
 
 def recipes_list(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None]) -> list[Table | str]:
-    """List recipes, with the time that orthogonal dropout takes where it was estimated; fits 80 columns.
-
-    show(*recipes_list(RECIPES, {}))
-    """
+    """List recipes, with the time that orthogonal dropout takes where it was estimated; fits 80 columns."""
     made = Table(box=None, show_header=False, pad_edge=False, width=min(80, console().width))
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")

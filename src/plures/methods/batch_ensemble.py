@@ -32,10 +32,7 @@ DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR co
 
 
 class BatchEnsembleStage(TogetherStage):
-    """Train all members, with weight decay on everything but their factors.
-
-    torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
-    """
+    """Train all members, with weight decay on everything but their factors."""
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Give an optimizer what the stage trains: decay would pull the factors, which start around 1, to 0."""
@@ -115,10 +112,7 @@ class BatchEnsemble(ManyInOne):
 
 
 class Factors(nn.Module):
-    """Hold what the members have for themselves at one layer: alpha before it, gamma and bias after it.
-
-    around(network.fc, Factors(network.fc, 5, rows, "gaussian", 0, "fc"))
-    """
+    """Hold what the members have for themselves at one layer: alpha before it, gamma and bias after it."""
 
     def __init__(self, layer: Layer, members: int, rows: Rows, init: FactorInit, seed: int, name: str) -> None:
         super().__init__()
@@ -161,10 +155,7 @@ def with_half_gradient(parameter: Tensor) -> Tensor:
 
 
 class PrivateNorm(nn.Module):
-    """Normalise the rows of each member with a batch norm of its own.
-
-    PrivateNorm(nn.BatchNorm2d(64), members=5)
-    """
+    """Normalise the rows of each member with a batch norm of its own."""
 
     def __init__(self, norm: _BatchNorm, members: int) -> None:
         super().__init__()

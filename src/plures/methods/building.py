@@ -102,10 +102,7 @@ class OneStage(Ensemble):
 
 
 class TogetherStage(Stage):
-    """Train all members on every batch: the loss is the mean or the sum of their losses.
-
-    TogetherStage(network, step, F.cross_entropy, commit)(images, targets)
-    """
+    """Train all members on every batch: the loss is the mean or the sum of their losses."""
 
     reduction: Reduction = "mean"
 
@@ -158,10 +155,7 @@ class ManyInOne(OneStage):
 
 
 def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
-    """Copy a network as the start of a method: with the weights it has, or with fresh ones.
-
-    built = started(network, "fresh", seed=0)
-    """
+    """Copy a network as the start of a method: with the weights it has, or with fresh ones."""
     check_network(network)
     seed = check_seed(seed)
     one_of("init", init, get_args(Init))
@@ -191,28 +185,19 @@ def layers(network: nn.Module) -> dict[str, Layer]:
 
 
 def check_members(members: object) -> None:
-    """Refuse what is not a number of members.
-
-    check_members(5)
-    """
+    """Refuse what is not a number of members."""
     whole_number("members", members, least=1, most=MOST_MEMBERS)
 
 
 def named_layer(argument: str, name: str, known: Iterable[str]) -> str:
-    """Return the name of a layer that a caller gave, or say which ones there are.
-
-    first = named_layer("first", "stem.conv", layers_of(network))
-    """
+    """Return the name of a layer that a caller gave, or say which ones there are."""
     if name not in known:
         raise unknown(f"Linear or convolution for {argument}=", name, known)
     return name
 
 
 def layers_of(network: nn.Module) -> dict[str, Layer]:
-    """List the layers that members can differ in, by name, or say that there are none.
-
-    layers_of(network)["stem.conv"]
-    """
+    """List the layers that members can differ in, by name, or say that there are none."""
     found = layers(network)
     if not found:
         raise PluresError(f"{type(network).__name__} has no Linear or convolution layer that members could differ in")

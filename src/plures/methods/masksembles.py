@@ -76,10 +76,7 @@ class Masksembles(ManyInOne):
 
 
 class Grouped(Tiled):
-    """Run a network with one mask per sample in training, [1, batch, classes], and with all of them in prediction.
-
-    Grouped(network, 5, rows)(images)
-    """
+    """Run a network with one mask per sample in training, [1, batch, classes], and with all of them in prediction."""
 
     every_mask = False  # whether training, too, sends each sample through all masks
 
@@ -97,10 +94,7 @@ class Grouped(Tiled):
 
 
 class Masks(nn.Module):
-    """Hold the masks of one layer's input, [members, channels].
-
-    around(network.fc, Masks(masks(512, 5, 2.0, generator), rows))
-    """
+    """Hold the masks of one layer's input, [members, channels]."""
 
     masks: Tensor
 

@@ -83,10 +83,7 @@ class Tiled(nn.Module):
 
 
 def run(network: nn.Module, rows: Rows, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a rewritten network and return its logits, one row for each row of the batch.
-
-    logits = run(network, rows, images)
-    """
+    """Run a rewritten network and return its logits, one row for each row of the batch."""
     logits = logits_of(network(*args, **kwargs))
     if logits.dim() == 0 or len(logits) != rows.count:
         raise PluresError(
@@ -97,10 +94,7 @@ def run(network: nn.Module, rows: Rows, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def batched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Find the tensor whose first axis is the batch in what a network is called with: the first one there is.
-
-    batch = len(batched(args, kwargs))
-    """
+    """Find the tensor whose first axis is the batch in what a network is called with: the first one there is."""
     found = batch_of(Arguments(args, dict(kwargs)))
     if found is None:
         raise PluresError("the network was called without a tensor that has a batch axis")
@@ -108,20 +102,14 @@ def batched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def along_width(table: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
-    """Shape [rows, width] so that it broadcasts against a layer's input or output.
-
-    x * along_width(rows.spread(alpha, x), x, layer)
-    """
+    """Shape [rows, width] so that it broadcasts against a layer's input or output."""
     between = [1] * (x.dim() - 2)
     shape = [len(x), *between, table.shape[1]] if isinstance(layer, nn.Linear) else [len(x), table.shape[1], *between]
     return table.reshape(shape).to(x.dtype)
 
 
 class Around(Protocol):
-    """Change what goes into a layer and what comes out of it.
-
-    around(network.conv1, factors)
-    """
+    """Change what goes into a layer and what comes out of it."""
 
     def before(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Change the input."""
@@ -158,10 +146,7 @@ def around(layer: nn.Module, change: Around) -> None:
 
 
 def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put other modules in the place of some, in place, and return the network.
-
-    network = replace(network, {network.fc: nn.Linear(512, 10)})
-    """
+    """Put other modules in the place of some, in place, and return the network."""
     if network in others:
         return others[network]
     for name, module in list(network.named_modules(remove_duplicate=False)):

@@ -98,10 +98,7 @@ class Compare:
 
 
 def tell_failures(rows: "Sequence[Row]") -> None:
-    """Say which runs failed, and why.
-
-    tell_failures(rows)
-    """
+    """Say which runs failed, and why."""
     for row in rows:
         for failure in row.failures:
             print(f"plures: {row.name} failed with {failure}", file=sys.stderr)

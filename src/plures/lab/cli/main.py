@@ -39,10 +39,7 @@ pictures; if not set, the usual one of your system)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    main(["train", "digits", "--run", "runs/first"])
-    """
+    """Run one command and return its exit code."""
     after_interrupt = "nothing was done"
     _open_missing_streams()
     with contextlib.redirect_stderr(_Forgiving(sys.stderr)):
@@ -63,10 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> "Command":
-    """Turn words into a command; --help and wrong words end the program as argparse does.
-
-    parse(["predict", "runs/first", "wren.png"])()
-    """
+    """Turn words into a command; --help and wrong words end the program as argparse does."""
     from plures.checks import unknown
     from plures.lab.cli.shared import parse as parse_words
     from plures.lab.cli.shared import parse_with_recipe
@@ -85,10 +79,7 @@ def parse(arguments: Sequence[str]) -> "Command":
 
 
 def commands() -> dict[str, type[Any]]:
-    """Give the commands by name: classes whose fields are their arguments and whose docstring is their help.
-
-    list(commands())
-    """
+    """Give the commands by name: classes whose fields are their arguments and whose docstring is their help."""
     from plures.lab.cli.bench import Bench
     from plures.lab.cli.compare import Compare
     from plures.lab.cli.evaluate import Evaluate

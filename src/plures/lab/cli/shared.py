@@ -35,10 +35,7 @@ class Settings(Recipe):
     about: Annotated[str, Suppress] = ""
 
     def recipe(self) -> Recipe:
-        """Give the plain recipe.
-
-        Settings(members=3).recipe()
-        """
+        """Give the plain recipe."""
         return Recipe(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
@@ -47,10 +44,7 @@ registry = ConstructorRegistry()
 
 
 def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> Parsed:
-    """Turn words into a command; --help and wrong words end the program as argparse does.
-
-    parse(Predict, ["runs/first", "wren.png"])()
-    """
+    """Turn words into a command; --help and wrong words end the program as argparse does."""
     name, about = command.__name__.lower(), cleandoc(command.__doc__ or "")
     prog = f"plures {name}"
     found: Parsed = tyro.cli(command, prog=prog, description=about, args=arguments, default=default, registry=registry)
@@ -58,10 +52,7 @@ def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.M
 
 
 def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
-    """Parse with the numbers of the recipe as defaults: which one it is only shows when all words are read.
-
-    parse_with_recipe(Train, ["cifar10", "--members", "3"]).settings.members
-    """
+    """Parse with the numbers of the recipe as defaults: which one it is only shows when all words are read."""
     recipe = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
     method = dict(pairwise(arguments)).get("--method", command(settings=Settings()).method)
     while True:
@@ -84,10 +75,7 @@ def given(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print a result as JSON.
-
-    print_json({"run": "runs/first"})
-    """
+    """Print a result as JSON."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 

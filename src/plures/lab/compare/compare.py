@@ -54,10 +54,7 @@ def compare(
 
 
 def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, on: Where) -> dict[Path, str]:
-    """Make the runs that are missing, and return the reasons of those that failed, by run folder.
-
-    failures = make_runs(comparison.jobs(Path("runs")), None, None, "here")
-    """
+    """Make the runs that are missing, and return the reasons of those that failed, by run folder."""
     if at_once is not None and at_once < 1:
         raise PluresError(f"--jobs {at_once}: at least one run must be made at a time")
     failures: dict[Path, str] = {}
@@ -88,10 +85,7 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
 
 @dataclass(frozen=True)
 class Planned:
-    """What the runs of one variant take on this machine.
-
-    Planned("cifar10-cpu", "mimo", runs=3, done=1, epochs=60, seconds=1200.0, bytes=3_000_000)
-    """
+    """What the runs of one variant take on this machine."""
 
     recipe: str
     variant: str
@@ -103,10 +97,7 @@ class Planned:
 
 
 def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
-    """Say what a comparison would take, from a few steps of each method on random images.
-
-    for line in planned(TARGETS["table1"].comparisons("cpu")[0], Path("runs")): print(line)
-    """
+    """Say what a comparison would take, from a few steps of each method on random images."""
     jobs = comparison.jobs(runs)
     for variant in comparison.variants:
         own = [job for job in jobs if job.variant == variant]
@@ -124,10 +115,7 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
 
 
 def refuse_others(job: Job) -> None:
-    """Refuse to continue where a run folder holds a run with other settings.
-
-    refuse_others(job)
-    """
+    """Refuse to continue where a run folder holds a run with other settings."""
     if not (job.run / "config.json").is_file():
         return
     before = RunFolder(job.run).config()
@@ -141,10 +129,7 @@ def refuse_others(job: Job) -> None:
 
 
 def count_epochs(job: Job, data: Data) -> int:
-    """See to it that a run can be made of some data, and return how many epochs it has.
-
-    count_epochs(job, data_for(job.recipe, Path("data")))
-    """
+    """See to it that a run can be made of some data, and return how many epochs it has."""
     network = network_for(job.recipe, len(data.classes), data.channels, data.size)
     ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
     return sum(job.recipe.epochs.of(step.phase) for step in ensemble.plan())

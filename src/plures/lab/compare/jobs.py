@@ -69,10 +69,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be made.
-
-    Job(recipe, Variant("mimo"), Path("runs/cifar10/mimo/seed-0"))
-    """
+    """One run to be made."""
 
     recipe: Recipe
     variant: Variant
@@ -85,18 +82,12 @@ class Job:
         return f"{self.recipe_name or self.run.parent.parent.name}, {self.variant.name}, seed {self.recipe.seed}"
 
     def as_json(self) -> dict[str, Any]:
-        """Give what another process needs to make the run.
-
-        json.dumps(job.as_json())
-        """
+        """Give what another process needs to make the run."""
         return asdict(self) | {"recipe": self.recipe.as_json(), "run": str(self.run)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Job":
-        """Make the job that `as_json` described.
-
-        Job.from_json(json.loads(text))
-        """
+        """Make the job that `as_json` described."""
         variant = Variant(**{**values["variant"], "settings": tuple(values["variant"]["settings"])})
         return cls(Recipe.from_json(values["recipe"]), variant, Path(values["run"]), values["recipe_name"])
 
@@ -137,16 +128,10 @@ class Comparison:
 
 
 def unique(jobs: Iterable[Job]) -> list[Job]:
-    """Leave out jobs that stand in several tables.
-
-    unique([*table1.jobs(runs), *table3.jobs(runs)])
-    """
+    """Leave out jobs that stand in several tables."""
     return list({job.run: job for job in jobs}.values())
 
 
 def variants(words: Sequence[str]) -> tuple[Variant, ...]:
-    """Read the methods of a comparison; none means all.
-
-    variants(["deterministic", "orthogonal-dropout:granularity=kernel"])
-    """
+    """Read the methods of a comparison; none means all."""
     return tuple(Variant.parse(word) for word in words or METHOD_NAMES)

@@ -176,10 +176,7 @@ class OnRay(AbstractContextManager["OnRay"]):
 
 
 def default_jobs() -> int:
-    """Choose how many runs to make at a time: one per GPU, or one per core.
-
-    Processes(default_jobs(), data_dir)
-    """
+    """Choose how many runs to make at a time: one per GPU, or one per core."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     if torch.accelerator.is_available():  # one device that all would share
@@ -188,10 +185,7 @@ def default_jobs() -> int:
 
 
 def is_done(job: Job) -> bool:
-    """Say whether a run is trained and measured.
-
-    missing = [job for job in jobs if not is_done(job)]
-    """
+    """Say whether a run is trained and measured."""
     return RunFolder(job.run).finished and (job.run / "metrics.json").is_file()
 
 

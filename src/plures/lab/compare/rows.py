@@ -26,10 +26,7 @@ EFFICIENT = 1.5  # times the file of one network: what is larger has bought its 
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run: where it is, what it was made from, and what was measured.
-
-    Finished.read(Path("runs/digits/deep-ensemble/seed-0")).metrics["nll"]
-    """
+    """A finished run: where it is, what it was made from, and what was measured."""
 
     path: Path
     config: Mapping[str, Any]
@@ -80,10 +77,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of one method and one setting, with different seeds.
-
-    row.name, row.mean("nll"), row.deviation("nll"), [run.seed for run in row.runs]
-    """
+    """The runs of one method and one setting, with different seeds."""
 
     name: str
     runs: tuple[Finished, ...]
@@ -153,10 +147,7 @@ def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None)
 
 
 def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
-    """Measure the costs of the rows that were not measured yet.
-
-    rows = with_costs(rows_of([Path("runs/digits")]))
-    """
+    """Measure the costs of the rows that were not measured yet."""
     return [
         replace(row, costs=row.costs or measured_costs(row.runs[0].path, trust_code=trust_code)) if row.runs else row
         for row in rows
@@ -164,10 +155,7 @@ def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
 
 
 def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: str | None) -> list[Row]:
-    """Measure the runs of the rows under shift and among other data, where that was not done yet.
-
-    rows = with_trust(rows, None, shift=True, ood="svhn")
-    """
+    """Measure the runs of the rows under shift and among other data, where that was not done yet."""
 
     def measured(run: Finished) -> Finished:
         found = measured_trust(run.path, data_dir, shift=shift, ood=ood)
@@ -177,10 +165,7 @@ def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: 
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """List the run folders among the given folders and below them.
-
-    find_runs([Path("runs")])
-    """
+    """List the run folders among the given folders and below them."""
     found: dict[Path, None] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -193,10 +178,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def check_same_data(runs: Sequence[Finished]) -> None:
-    """Refuse to compare what was measured on different images.
-
-    check_same_data([Finished.read(path) for path in paths])
-    """
+    """Refuse to compare what was measured on different images."""
     seen: dict[int, Finished] = {}
     for run in runs:
         # Which images are held out for validation depends on the seed; all else must be the same for all.
@@ -219,10 +201,7 @@ def _data(run: Finished) -> str:
 
 
 def published(run: Finished) -> Published | None:
-    """Find the paper's figures for a run: of the same method with the paper's options, on the data that ours come from.
-
-    published(run).nll
-    """
+    """Find the paper's figures for a run: of the same method and options, on the data that ours come from."""
     wide = "wide_resnet" in run.config["recipe"]["model"]
     found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
     members = paper_members(run.method, wide)

@@ -170,18 +170,12 @@ def write(
 
 
 def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
-    """Give a comparison as JSON values.
-
-    document(rows, {"command": "plures compare digits"})["rows"][0]["metrics"]["nll"]["mean"]
-    """
+    """Give a comparison as JSON values."""
     return {"about": dict(about), "rows": [_as_json(row) for row in rows]}
 
 
 def writable(folder: Path) -> Path:
-    """Make a folder for results; better before hours of training than after.
-
-    writable(Path("results"))
-    """
+    """Make a folder for results; better before hours of training than after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -190,10 +184,7 @@ def writable(folder: Path) -> Path:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]) -> str:
-    """Write a comparison as Markdown; the best of those that take the place of one network is bold.
-
-    print(markdown(rows, columns(rows), {}))
-    """
+    """Write a comparison as Markdown; the best of those that take the place of one network is bold."""
     lines = [f"| method | {' | '.join(column.title for column in columns)} |", "|---|" + "---|" * len(columns)]
     for row in rows:
         if row.runs:
@@ -208,10 +199,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str,
 
 
 def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
-    """Say how to read a comparison, where `bold` can be seen.
-
-    print(legend(rows))
-    """
+    """Say how to read a comparison, where `bold` can be seen."""
     seeds = sorted({run.seed for row in rows for run in row.runs})
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed, no spread"
     best = f"bold: best of those within {EFFICIENT:g} times the file of one network; " if bold else ""
@@ -223,10 +211,7 @@ def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
 
 
 def about(rows: Sequence[Row]) -> dict[str, str]:
-    """Say how results came about: the command, the time that training took, the machine.
-
-    about(rows)["command"]
-    """
+    """Say how results came about: the command, the time that training took, the machine."""
     seconds = sum(sum(row.values("seconds")) for row in rows)
     return {
         "command": shlex.join(["plures", *sys.argv[1:]]),
@@ -253,10 +238,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str) -> None:
-    """Print a comparison with its legend, and no more columns than the terminal has room for.
-
-    show("digits", rows, columns(rows), "written: results.md")
-    """
+    """Print a comparison with its legend, and no more columns than the terminal has room for."""
     console = tables.console()
     made = table(title, rows, columns, console.width)
     left_out = [column.title for column in columns[len(made.columns) - 1 :]]
@@ -265,10 +247,7 @@ def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str)
 
 
 def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int) -> Table:
-    """Make a table for a terminal: titles are broken if need be, columns left out before a number is broken.
-
-    tables.show(table("digits", rows, columns(rows), width=80))
-    """
+    """Make a table for a terminal: titles are broken if need be, columns left out before a number is broken."""
     titles = [column.title for column in columns]
     if _width(rows, columns, titles) > width:
         titles = [textwrap.fill(one.title, _narrowest(one, rows), break_long_words=False) for one in columns]
@@ -317,10 +296,7 @@ def _as_json(row: Row) -> dict[str, Any]:
 
 
 def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
-    """Show what experiments would take, with its sums; `at_once` runs go on at a time.
-
-    tables.show(plan_table("table1 at the scale cpu", lines, at_once=2))
-    """
+    """Show what experiments would take, with its sums; `at_once` runs go on at a time."""
 
     def cells(name: str, variant: str, counts: Sequence[int], seconds: float | None, size: int | None) -> list[str]:
         disk = tables.UNKNOWN if size is None else f"{size / 1e6:,.1f} MB"

@@ -18,19 +18,13 @@ from plures.lab.compare.jobs import Job
 
 
 def describe(job: Job, data_dir: Path | None) -> str:
-    """Put a job into one line for another process, which may have been started elsewhere.
-
-    make(describe(job, Path("data")))
-    """
+    """Put a job into one line for another process, which may have been started elsewhere."""
     values = {"data_dir": None if data_dir is None else str(data_dir), "folder": str(Path.cwd())}
     return json.dumps(job.as_json() | values | {"data": os.environ.get("PLURES_DATA")})
 
 
 def make(description: str) -> None:
-    """Train and measure the run that was described.
-
-    make(describe(job, data_dir))
-    """
+    """Train and measure the run that was described."""
     from plures.lab.training.train import train
 
     values = json.loads(description)
@@ -44,10 +38,7 @@ def make(description: str) -> None:
 
 
 def reason_of(description: str) -> str | None:
-    """Make a run and say in one line why it failed, if it did; an unexpected error's traceback goes to standard error.
-
-    reason_of(describe(job, data_dir))
-    """
+    """Make a run and say in one line why it failed, if it did; unexpected errors show their traceback, too."""
     try:
         make(description)
     except PluresError as error:

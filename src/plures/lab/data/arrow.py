@@ -99,10 +99,7 @@ class ArrowTable:
 
 @dataclass(frozen=True)
 class ArrowPictures:
-    """The pictures of one or more tables, in row order.
-
-    ArrowPictures(tables=[table], codes={0: 0, 1: 1})
-    """
+    """The pictures of one or more tables, in row order."""
 
     tables: Sequence[ArrowTable]
     codes: Mapping[Any, int]  # from what stands in the table to the class index
@@ -184,10 +181,7 @@ def split_of_file(file: Path) -> str:
 
 
 def read_parquet(files: Mapping[str, Sequence[Path]]) -> Contents:
-    """Open Parquet files, split by split.
-
-    read_parquet({"train": [Path("birds/train.parquet")], "test": [Path("birds/test.parquet")]})
-    """
+    """Open Parquet files, split by split."""
     return arrow_contents({split: [_parquet_table(file) for file in part] for split, part in files.items()})
 
 

@@ -79,10 +79,7 @@ def cache_folder(given: str | Path | None = None) -> Path:
 
 
 def survey(source: Source, cache: Path) -> Survey:
-    """Look at every picture of a source once, and remember what was seen.
-
-    survey(source, cache_folder())
-    """
+    """Look at every picture of a source once, and remember what was seen."""
     file = _survey_file(source, cache)
     try:
         stored = json.loads(file.read_bytes())

@@ -45,10 +45,7 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """The class names and the splits of a data set.
-
-    Contents(classes=["cat", "dog"], splits={"train": pictures, "test": pictures})
-    """
+    """The class names and the splits of a data set."""
 
     classes: Sequence[str]
     splits: Mapping[str, Pictures]

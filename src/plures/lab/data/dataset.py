@@ -67,10 +67,7 @@ class Data:
         return torch.tensor(self.info.std)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width].
-
-        inputs = data.normalise(torch.from_numpy(data.test.images[:8]))
-        """
+        """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width]."""
         return self.info.normalise(images)
 
 

@@ -131,10 +131,7 @@ def batches(
 
 
 def steps(split: Split, batch_size: int, *, drop_last: bool = False, world: int = 1) -> int:
-    """Return how many batches one process takes per epoch.
-
-    steps(data.train, 128, drop_last=True, world=2)
-    """
+    """Return how many batches one process takes per epoch."""
     if not len(split):
         raise PluresError(f"{split.info.name} has no {split.name} images: give data with a {split.name} split")
     if batch_size < 1:

@@ -32,10 +32,7 @@ log = logging.getLogger("plures")
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn what the file system says of a path into one sentence.
-
-    with reading(folder): names = os.listdir(folder)
-    """
+    """Turn what the file system says of a path into one sentence."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -43,10 +40,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def ordinary(path: str | Path) -> Path:
-    """Refuse a path that is not one of an ordinary file: a folder, a pipe, which would keep us waiting, a device.
-
-    parquet = pq.ParquetFile(ordinary("birds/train.parquet"))
-    """
+    """Refuse a path that is not one of an ordinary file: a folder, a pipe, which would keep us waiting, a device."""
     with reading(path):
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise PluresError(f"{path} is not an ordinary file")
@@ -54,10 +48,7 @@ def ordinary(path: str | Path) -> Path:
 
 
 def read_file(path: str | Path) -> bytes:
-    """Read a picture file, if it is an ordinary one of a sensible size.
-
-    encoded = read_file("wren.jpg")
-    """
+    """Read a picture file, if it is an ordinary one of a sensible size."""
     with reading(path), ordinary(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         encoded = file.read(MOST_BYTES + 1) if size <= MOST_BYTES else b""
@@ -67,19 +58,13 @@ def read_file(path: str | Path) -> bytes:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Find the folders in a folder, by name; hidden ones are left out.
-
-    folders_in(Path("birds/train"))
-    """
+    """Find the folders in a folder, by name; hidden ones are left out."""
     with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
 
 
 def pictures_below(folder: Path) -> list[Path]:
-    """Find the picture files in a folder and the folders below, by name; hidden ones are left out.
-
-    pictures_below(Path("photographs"))
-    """
+    """Find the picture files in a folder and the folders below, by name; hidden ones are left out."""
     found, waiting = [], [folder]
     while waiting:
         here = waiting.pop()
@@ -94,10 +79,7 @@ def pictures_below(folder: Path) -> list[Path]:
 
 
 def open_picture(encoded: bytes, origin: str) -> Image.Image:
-    """Read the head of a picture: size and mode are known, pixels are not decoded yet.
-
-    open_picture(Path("wren.jpg").read_bytes(), "wren.jpg").size
-    """
+    """Read the head of a picture: size and mode are known, pixels are not decoded yet."""
     too_large = f"{origin} is too large: pictures of at most {MOST_PIXELS:,} pixels are read; make it smaller"
     try:
         picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
@@ -115,18 +97,12 @@ def open_picture(encoded: bytes, origin: str) -> Image.Image:
 
 
 def is_grey(picture: Image.Image) -> bool:
-    """Say whether a picture is stored without colour.
-
-    is_grey(open_picture(encoded, "scan.png"))
-    """
+    """Say whether a picture is stored without colour."""
     return picture.mode in GREY_MODES
 
 
 def decode(picture: Image.Image, channels: int, origin: str) -> Image.Image:
-    """Decode the pixels: upright, on white where transparent, grey (1 channel) or RGB (3 channels).
-
-    decode(open_picture(encoded, "wren.jpg"), 3, "wren.jpg")
-    """
+    """Decode the pixels: upright, on white where transparent, grey (1 channel) or RGB (3 channels)."""
     try:
         ImageOps.exif_transpose(picture, in_place=True)
         if "A" in picture.getbands() or "transparency" in picture.info:
@@ -161,10 +137,7 @@ def to_square(picture: Image.Image, size: int) -> Image.Image:
 
 
 def centre(picture: Image.Image, size: int) -> Image.Image:
-    """Keep the middle size x size pixels.
-
-    centre(picture, 224)
-    """
+    """Keep the middle size x size pixels."""
     left, top = (picture.width - size) // 2, (picture.height - size) // 2
     return picture.crop((left, top, left + size, top + size))
 

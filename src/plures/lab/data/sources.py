@@ -97,10 +97,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
 
 
 def expanded(path: str | Path) -> Path:
-    """Replace a leading ~ by the home folder.
-
-    expanded("~/data")
-    """
+    """Replace a leading ~ by the home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # a user who does not exist
@@ -175,10 +172,7 @@ def _read_digits() -> Contents:
 
 @dataclass(frozen=True)
 class FolderPictures:
-    """Picture files with their classes, in a fixed order.
-
-    FolderPictures(files=[Path("train/cat/1.png")], labels=[0])
-    """
+    """Picture files with their classes, in a fixed order."""
 
     files: Sequence[Path]
     labels: Sequence[int]
@@ -210,10 +204,7 @@ def image_files(folder: Path) -> dict[str, dict[str, list[Path]]]:
 
 
 def read_image_folder(found: Mapping[str, Mapping[str, Sequence[Path]]], place: str) -> Contents:
-    """Label the picture files: the classes are the folders of the train split, numbered alphabetically.
-
-    read_image_folder(image_files(Path("birds")), "birds")
-    """
+    """Label the picture files: the classes are the folders of the train split, numbered alphabetically."""
     first = next(split for split in ("train", "validation", "test") if split in found)
     classes = sorted(found[first])
     splits = {}

@@ -99,20 +99,14 @@ class Split:
 
     @property
     def images(self) -> npt.NDArray[np.uint8]:
-        """The pictures as [N, height, width, channels]: the memory map itself, or a copy when only some rows are taken.
-
-        data.test.images[:16]
-        """
+        """The pictures, [N, height, width, channels]: the memory map itself, or a copy where only some are taken."""
         if np.array_equal(self.rows, np.arange(len(self.pixels))):
             return self.pixels
         return self.pixels[self.rows]
 
 
 def stratified(labels: Rows, count: int, seed: int) -> Rows:
-    """Choose `count` rows so that every class gives the same fraction, in ascending order.
-
-    validation = stratified(labels, 5_000, seed=0)
-    """
+    """Choose `count` rows so that every class gives the same fraction, in ascending order."""
     shuffled = permutation(len(labels), "stratified", seed)
     place, size = _places(labels[shuffled])
     # The middle of a row's place on the way through its class, from 0 to 1.
@@ -120,10 +114,7 @@ def stratified(labels: Rows, count: int, seed: int) -> Rows:
 
 
 def balanced(labels: Rows, count: int, seed: int) -> Rows:
-    """Choose `count` rows, equally many of each class as far as the classes reach, in ascending order.
-
-    subset = balanced(labels, 10_000, seed=0)
-    """
+    """Choose `count` rows, equally many of each class as far as the classes reach, in ascending order."""
     shuffled = permutation(len(labels), "balanced", seed)
     place, _ = _places(labels[shuffled])
     return _first(shuffled, place, count)

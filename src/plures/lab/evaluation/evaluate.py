@@ -44,10 +44,7 @@ def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
 
 
 def calibrate(ensemble: Ensemble, data: Data) -> bool:
-    """Calibrate an ensemble on the validation images; tell whether there are enough of them to learn from.
-
-    calibrate(ensemble, data)
-    """
+    """Calibrate an ensemble on the validation images; tell whether there are enough of them to learn from."""
     if len(data.validation) == 0 or len(set(data.validation.labels.tolist())) < 2:
         return False
     ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation))
@@ -55,10 +52,7 @@ def calibrate(ensemble: Ensemble, data: Data) -> bool:
 
 
 def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Compute every metric of members' probabilities [members, samples, classes].
-
-    scores(*predictions(ensemble, data.test))["accuracy"]
-    """
+    """Compute every metric of members' probabilities [members, samples, classes]."""
     probabilities = members.mean(0)
     accuracies = metrics.member_accuracies(members, targets)
     return {
@@ -76,10 +70,7 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def evaluate_shift(ensemble: Ensemble, data: Data) -> list[dict[str, Any]]:
-    """Measure on test images corrupted by noise, blur, weather and files, weak to strong.
-
-    [row["accuracy"] for row in evaluate_shift(ensemble, data) if row["corruption"] == "fog"]
-    """
+    """Measure on test images corrupted by noise, blur, weather and files, weak to strong."""
     rows = []
     for corruption in CORRUPTIONS:
         found = scores(*predictions(ensemble, data.test, spoil=corruption))
@@ -110,10 +101,7 @@ UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def told_apart(inside: Tensor, outside: Tensor) -> list[dict[str, Any]]:
-    """Measure how well each score tells other samples, [members, samples, classes], from the data's own.
-
-    told_apart(members, members_of_svhn)[0]["auroc"]
-    """
+    """Measure how well each score tells other samples, [members, samples, classes], from the data's own."""
     return [
         {"score": name} | dataclasses.asdict(metrics.ood(score(inside), score(outside)))
         for name, score in UNUSUAL.items()
@@ -121,10 +109,7 @@ def told_apart(inside: Tensor, outside: Tensor) -> list[dict[str, Any]]:
 
 
 def predictions(ensemble: Ensemble, split: Split, spoil: Spoil | None = None) -> tuple[Tensor, Tensor]:
-    """Predict a whole split: probabilities [members, samples, classes] and labels [samples], on the CPU.
-
-    members, targets = predictions(ensemble, data.validation)
-    """
+    """Predict a whole split: probabilities [members, samples, classes] and labels [samples], on the CPU."""
     if not len(split):
         raise PluresError(f"{split.info.name} has no {split.name} images to evaluate on: give data with a test split")
     predictor, device = fastest(ensemble), device_of(ensemble)
@@ -133,19 +118,13 @@ def predictions(ensemble: Ensemble, split: Split, spoil: Spoil | None = None) ->
 
 
 def fastest(ensemble: Ensemble) -> Predictor:
-    """Give what predicts the same as an ensemble, to the bit, in the least time: an engine, if the method has them.
-
-    fastest(ensemble).predict(images)
-    """
+    """Give what predicts the same as an ensemble, to the bit, in the least time: an engine, if the method has them."""
     make: Callable[..., Predictor] | None = getattr(ensemble, "engine", None)
     return ensemble if make is None else make(memory=ENGINE_MEMORY, fold=False)
 
 
 def device_of(ensemble: Ensemble) -> torch.device:
-    """Find where an ensemble's weights are.
-
-    images.to(device_of(ensemble))
-    """
+    """Find where an ensemble's weights are."""
     return next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
 
 

@@ -18,10 +18,7 @@ from plures.lab.runs.open import Run
 
 @dataclass(frozen=True)
 class Answer:
-    """What an ensemble says of one file.
-
-    answer.label, answer.confidence, answer.votes
-    """
+    """What an ensemble says of one file."""
 
     file: str
     label: str | None  # None: the ensemble abstains
@@ -34,20 +31,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """A file that could not be predicted, and why.
-
-    print(failure.error)
-    """
+    """A file that could not be predicted, and why."""
 
     file: str
     error: str
 
 
 def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
-    """Go through files, and through the pictures in folders and their subfolders by name.
-
-    list(picture_files([Path("wren.png"), Path("photographs")]))
-    """
+    """Go through files, and through the pictures in folders and their subfolders by name."""
     for path in paths:
         try:
             with reading(path):
@@ -63,10 +54,7 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of an ensemble beyond its labels.
-
-    Wanted(coverage=0.9, risk=0.01)
-    """
+    """What is asked of an ensemble beyond its labels."""
 
     abstain_below: float | None = None  # give no label where the confidence lies below
     coverage: float | None = None  # give sets of classes that hold the true one so often

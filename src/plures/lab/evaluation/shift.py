@@ -48,38 +48,26 @@ class Corruption:
 
 
 def gaussian_noise(images: Tensor, deviation: float, streams: Streams) -> Tensor:
-    """Add normal random numbers, as a sensor in the dark does.
-
-    gaussian_noise(images, 0.08, streams)
-    """
+    """Add normal random numbers, as a sensor in the dark does."""
     noise = [torch.randn(images.shape[1:], generator=stream, dtype=torch.float64) for stream in streams]
     return 255 * (images.double() / 255 + deviation * torch.stack(noise)).clamp(0, 1)
 
 
 def shot_noise(images: Tensor, photons: float, streams: Streams) -> Tensor:
-    """Count that many photons per white pixel: the noise of light itself, a Poisson number.
-
-    shot_noise(images, 100, streams)
-    """
+    """Count that many photons per white pixel: the noise of light itself, a Poisson number."""
     expected = images.double() / 255 * photons
     counted = [torch.poisson(one, generator=stream) for one, stream in zip(expected, streams, strict=True)]
     return 255 * (torch.stack(counted) / photons).clamp(0, 1)
 
 
 def impulse_noise(images: Tensor, amount: float, streams: Streams) -> Tensor:
-    """Turn a part of the values black or white, as bit errors do.
-
-    impulse_noise(images, 0.05, streams)
-    """
+    """Turn a part of the values black or white, as bit errors do."""
     hit, white = _uniform(streams, 2 * images[0].numel()).view(len(images), 2, *images.shape[1:]).unbind(1)
     return torch.where(hit <= amount, torch.where(white <= 0.5, 255.0, 0.0), images.double())
 
 
 def defocus_blur(images: Tensor, disk: tuple[float, float], streams: Streams) -> Tensor:
-    """Blur with a disk, softened at its edge, as a lens out of focus does; radius and softness are in pixels.
-
-    defocus_blur(images, (1.0, 0.2), streams)
-    """
+    """Blur with a disk, softened at its edge, as a lens out of focus does; radius and softness are in pixels."""
     radius, softness = (_grown(images) * length for length in disk)
     reach = math.ceil(radius) + 1
     places = torch.arange(-reach, reach + 1, dtype=torch.float64)
@@ -116,10 +104,7 @@ def motion_blur(images: Tensor, trail: tuple[float, float], streams: Streams) ->
 
 
 def brightness(images: Tensor, amount: float, streams: Streams) -> Tensor:
-    """Add to the value of every pixel's colour (hue, saturation, value), as too long an exposure does.
-
-    brightness(images, 0.15, streams)
-    """
+    """Add to the value of every pixel's colour (hue, saturation, value), as too long an exposure does."""
     white = images.double() / 255
     value = white.amax(dim=-1, keepdim=True)
     brighter = (value + amount).clamp(0, 1)
@@ -128,20 +113,14 @@ def brightness(images: Tensor, amount: float, streams: Streams) -> Tensor:
 
 
 def contrast(images: Tensor, kept: float, streams: Streams) -> Tensor:
-    """Move every pixel towards the mean colour of its image; the fraction `kept` of the distance stays.
-
-    contrast(images, 0.4, streams)
-    """
+    """Move every pixel towards the mean colour of its image; the fraction `kept` of the distance stays."""
     white = images.double() / 255
     mean = white.mean(dim=(1, 2), keepdim=True)
     return 255 * ((white - mean) * kept + mean).clamp(0, 1)
 
 
 def fog(images: Tensor, cloud: tuple[float, float], streams: Streams) -> Tensor:
-    """Add a cloudy fractal and keep the range; the constants are its thickness and how fast fine detail fades.
-
-    fog(images, (0.75, 2.5), streams)
-    """
+    """Add a cloudy fractal and keep the range; the constants are its thickness and how fast fine detail fades."""
     thickness, fading = cloud
     height, width = images.shape[1:3]
     side = 2 ** math.ceil(math.log2(max(height, width, 2)))
@@ -152,10 +131,7 @@ def fog(images: Tensor, cloud: tuple[float, float], streams: Streams) -> Tensor:
 
 
 def pixelate(images: Tensor, kept: float, streams: Streams) -> Tensor:
-    """Make the image smaller and larger again: the fraction `kept` of the pixels per side stays.
-
-    pixelate(images, 0.75, streams)
-    """
+    """Make the image smaller and larger again: the fraction `kept` of the pixels per side stays."""
 
     def spoil(image: Image.Image) -> Image.Image:
         small = max(1, int(image.width * kept)), max(1, int(image.height * kept))
@@ -165,10 +141,7 @@ def pixelate(images: Tensor, kept: float, streams: Streams) -> Tensor:
 
 
 def jpeg(images: Tensor, quality: int, streams: Streams) -> Tensor:
-    """Store the image as JPEG of a quality and read it again.
-
-    jpeg(images, 58, streams)
-    """
+    """Store the image as JPEG of a quality and read it again."""
 
     def spoil(image: Image.Image) -> Image.Image:
         file = io.BytesIO()

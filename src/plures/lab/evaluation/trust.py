@@ -34,10 +34,7 @@ Trust = dict[str, Any]
 
 
 def kept_trust(folder: Path) -> Trust:
-    """Read what was measured of a run before; nothing is an empty dict.
-
-    kept_trust(Path("runs/digits/mimo/seed-0")).get("shift")
-    """
+    """Read what was measured of a run before; nothing is an empty dict."""
     path = folder / FILE
     if not path.is_file():
         return {}
@@ -51,10 +48,7 @@ def kept_trust(folder: Path) -> Trust:
 
 
 def measured_trust(folder: Path, data_dir: Path | None, *, shift: bool, ood: str | None) -> Trust:
-    """Measure what is asked for and was not measured before, and keep it in the run folder.
-
-    measured_trust(Path("runs/digits/mimo/seed-0"), None, shift=True, ood="svhn")["shift"]["accuracy"]
-    """
+    """Measure what is asked for and was not measured before, and keep it in the run folder."""
     found = kept_trust(folder)
     home_missing = "home" not in found
     shift_missing = shift and "shift" not in found
@@ -90,10 +84,7 @@ def as_metrics(found: Trust) -> dict[str, float]:
 
 
 def at_home(members: Tensor, targets: Tensor, held_out: Tensor | None, labels: Tensor | None) -> Trust:
-    """Measure on test images like those seen: before and after calibration, silent when unsure, and member by member.
-
-    at_home(*predictions(ensemble, data.test), *predictions(ensemble, data.validation))["on_demand"]
-    """
+    """Measure on images like those seen: before and after calibration, silent when unsure, member by member."""
     mean = members.mean(0)
     curve = metrics.risk_coverage(mean, targets)
     places = np.unique(np.linspace(0, len(targets) - 1, POINTS).round().astype(int))
@@ -120,10 +111,7 @@ def at_home(members: Tensor, targets: Tensor, held_out: Tensor | None, labels: T
 
 
 def under_shift(ensemble: Any, data: Data) -> Trust:
-    """Measure on spoiled test images: every row, and the means over all kinds at each severity.
-
-    under_shift(ensemble, data)["by_severity"][0]["accuracy"]
-    """
+    """Measure on spoiled test images: every row, and the means over all kinds at each severity."""
     test = evenly(data.test, SHIFT_IMAGES)
     rows = evaluate_shift(ensemble, dataclasses.replace(data, test=test))
     severities = sorted({row["severity"] for row in rows})
@@ -139,10 +127,7 @@ def under_shift(ensemble: Any, data: Data) -> Trust:
 
 
 def among_strangers(inside: Tensor, outside: Tensor) -> Trust:
-    """Measure how well doubt tells other data, [members, samples, classes], from the own.
-
-    among_strangers(members, members_of_svhn)["scores"]
-    """
+    """Measure how well doubt tells other data, [members, samples, classes], from the own."""
     doubt = [metrics.uncertainty(one).total for one in (inside, outside)]
     most = float(np.log(inside.shape[-1]))
     histograms = [(torch.histc(one, BINS, 0, most) / len(one)).tolist() for one in doubt]
@@ -150,10 +135,7 @@ def among_strangers(inside: Tensor, outside: Tensor) -> Trust:
 
 
 def evenly(split: Split, most: int) -> Split:
-    """Take at most so many rows of a split, evenly over all of it, so that every class keeps its share.
-
-    evenly(data.test, 2000)
-    """
+    """Take at most so many rows of a split, evenly over all of it, so that every class keeps its share."""
     if len(split) <= most:
         return split
     places = np.linspace(0, len(split) - 1, most).round().astype(int)

@@ -13,10 +13,7 @@ from plures.lab.models.wide_resnet import wide_resnet, wide_resnet10_2, wide_res
 
 
 def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
-    """Make `depth` hidden layers of `width` units for images of size x size pixels.
-
-    network = mlp(classes=10, channels=1, size=8)
-    """
+    """Make `depth` hidden layers of `width` units for images of size x size pixels."""
     check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = channels * size * size

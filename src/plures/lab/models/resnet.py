@@ -30,20 +30,14 @@ def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Mo
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse numbers below one.
-
-    check_sizes(classes=10, channels=3, width=64)
-    """
+    """Refuse numbers below one."""
     for name, value in sizes.items():
         if value < 1:
             raise PluresError(f"{name} must be a whole number of at least 1, but is {value}")
 
 
 def kaiming_init(network: nn.Module) -> None:
-    """Draw convolution weights as He et al. (2015) do, so that gradients keep their scale through ReLUs.
-
-    kaiming_init(network)
-    """
+    """Draw convolution weights as He et al. (2015) do, so that gradients keep their scale through ReLUs."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -108,10 +102,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, stages of residual blocks that halve the image and double the width, mean pooling and a classifier.
-
-    ResNet(BasicBlock, blocks=[2, 2, 2, 2], classes=10, channels=3, width=64, stem="cifar")
-    """
+    """A stem, stages of residual blocks that halve the image and double the width, mean pooling and a classifier."""
 
     def __init__(
         self,

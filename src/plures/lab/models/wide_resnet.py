@@ -35,10 +35,7 @@ class PreActivationBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """A stem, three stages of pre-activation blocks, mean pooling and a classifier.
-
-    WideResNet(depth=28, widen=10, classes=10, channels=3, width=16, stem="cifar")
-    """
+    """A stem, three stages of pre-activation blocks, mean pooling and a classifier."""
 
     def __init__(self, depth: int, widen: int, classes: int, channels: int, width: int, stem: Stem) -> None:
         super().__init__()
@@ -83,10 +80,7 @@ def wide_resnet28_10(classes: int, channels: int = 3, width: int = 16, stem: Ste
 
 
 def wide_resnet10_2(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> WideResNet:
-    """Make the smallest wide ResNet, for machines without a GPU.
-
-    network = wide_resnet10_2(classes=10, width=8)
-    """
+    """Make the smallest wide ResNet, for machines without a GPU."""
     return WideResNet(10, 2, classes, channels, width, stem)
 
 

@@ -55,10 +55,7 @@ RULES: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Mark:
-    """A value of the paper, to be drawn hollow.
-
-    Mark(x=0, y=93.9, look=Look("#CC79A7", "D"))
-    """
+    """A value of the paper, to be drawn hollow."""
 
     x: float
     y: float
@@ -122,27 +119,18 @@ def _break(lower: Axes, upper: Axes) -> None:
 
 
 def solid(look: Look) -> dict[str, Any]:
-    """Draw a value of ours.
-
-    axes.plot(x, y, **solid(look))
-    """
+    """Draw a value of ours."""
     return {"color": look.colour, "marker": look.marker, "markersize": 5, "markeredgewidth": 0, "linewidth": 1.4}
 
 
 def hollow(look: Look) -> dict[str, Any]:
-    """Draw a value of the paper.
-
-    axes.plot(x, y, **hollow(look))
-    """
+    """Draw a value of the paper."""
     edge = {"markeredgecolor": look.colour, "markeredgewidth": 1.3, "markerfacecolor": "white"}
     return {"linestyle": "none", "marker": look.marker, "markersize": 6.5, **edge}
 
 
 def finish(figure: Figure, handles: Sequence[Artist], inches: float) -> None:
-    """Put the legend below, in as few lines as there is room for, and leave the given inches to the panels.
-
-    finish(figure, handles, inches=2.9)
-    """
+    """Put the legend below, in as few lines as there is room for, and leave the given inches to the panels."""
     widths = [inches_of(str(handle.get_label())) + 0.6 for handle in handles]
     for lines in range(1, len(handles) + 1):
         columns = math.ceil(len(handles) / lines)
@@ -171,18 +159,12 @@ def percent(values: Iterable[float | None]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation; one value has none.
-
-    mean, deviation = spread([0.93, 0.95])
-    """
+    """Mean and standard deviation; one value has none."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def around(values: Sequence[float]) -> list[float]:
-    """The ends of the range that a mean and its deviation take.
-
-    low, high = around([0.93, 0.95])
-    """
+    """The ends of the range that a mean and its deviation take."""
     if not values:
         return []
     mean, deviation = spread(values)
@@ -190,20 +172,14 @@ def around(values: Sequence[float]) -> list[float]:
 
 
 def inches_of(text: str) -> float:
-    """Measure how wide a text is drawn.
-
-    inches_of("orthogonal-dropout")
-    """
+    """Measure how wide a text is drawn."""
     width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=POINTS), ismath=False)
     return float(width) / 72
 
 
 @contextmanager
 def own_rules() -> Iterator[None]:
-    """Draw by our rules whatever the user's own settings are, and leave those as they were.
-
-    with own_rules(): figure = Figure()
-    """
+    """Draw by our rules whatever the user's own settings are, and leave those as they were."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(RULES)
@@ -211,10 +187,7 @@ def own_rules() -> Iterator[None]:
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PDF, PNG and SVG, each complete or not at all, and return their paths.
-
-    save_figure(figure, Path("results/figure1"))
-    """
+    """Write a figure as PDF, PNG and SVG, each complete or not at all, and return their paths."""
     ConstrainedLayoutEngine().execute(figure)  # once, for all files
     paths = []
     for suffix, undated in FILES.items():

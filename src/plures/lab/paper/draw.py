@@ -15,10 +15,7 @@ from plures.lab.runs.open import open_run
 def draw(
     target: str, tables: Sequence[tuple[Comparison, Sequence[Row]]], stem: Path, data_dir: Path | None
 ) -> list[Path]:
-    """Draw figure 1, 2 or 3 as PDF, PNG and SVG, and return their paths.
-
-    draw("figure1", [(comparison, rows)], Path("results/figure1-cpu"), data_dir)
-    """
+    """Draw figure 1, 2 or 3 as PDF, PNG and SVG, and return their paths."""
     if target == "figure1":
         return member_bars({comparison.name: _bars(comparison, rows) for comparison, rows in tables}, stem)
     return against_members({comparison.name: _lines(comparison, rows, data_dir) for comparison, rows in tables}, stem)

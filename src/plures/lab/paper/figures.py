@@ -76,10 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One method with several numbers of members, and what the paper reports of it.
-
-    Series("mimo", (Point(2, (0.94,), (0.2,), (0.02,)),), paper=(Point.published(2, TABLE1["cifar10"]["mimo"]),))
-    """
+    """One method with several numbers of members, and what the paper reports of it."""
 
     name: str
     points: tuple[Point, ...]

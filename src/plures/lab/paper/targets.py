@@ -65,10 +65,7 @@ MOST_MIMO_MEMBERS = 4  # more have no room in a ResNet
 
 @dataclass(frozen=True)
 class Target:
-    """One table or figure of the paper.
-
-    TARGETS["table3"].comparisons("digits")
-    """
+    """One table or figure of the paper."""
 
     about: str
     recipes: Mapping[str, tuple[str, ...]]  # of each scale
@@ -93,10 +90,7 @@ class Target:
 
 
 def ablation_columns(rows: Sequence[Row]) -> list[Column]:
-    """Give the columns of the paper's table 3, and what each row costs.
-
-    [column.title for column in ablation_columns(rows)]
-    """
+    """Give the columns of the paper's table 3, and what each row costs."""
     every = {column.title: column for column in columns(rows)}
     order = ("member accuracy %", "accuracy %", "NLL", "ECE", "agreement", "size", "training epochs")
     ours = [every[title] for title in order if title in every]
@@ -120,10 +114,7 @@ def member_counts(recipe: str) -> tuple[Variant, ...]:
 
 
 def member_counts_mimo(recipe: str) -> tuple[Variant, ...]:
-    """List the runs of figure 3: MIMO and orthogonal dropout with the numbers of members that MIMO has room for.
-
-    member_counts_mimo("digits")
-    """
+    """List the runs of figure 3: MIMO and orthogonal dropout with the numbers of members that MIMO has room for."""
     counts = range(2, MOST_MIMO_MEMBERS + 1)
     return (
         *(_with_members("orthogonal-dropout", count, recipe) for count in counts),

@@ -18,10 +18,7 @@ EDGES = [(0.0, "0"), (0.5, "50"), (1.0, "100")]  # of a confidence in percent
 
 
 def reliability(detail: Detail, says: str) -> Markup:
-    """Draw accuracy against confidence, of the members alone and of the ensemble.
-
-    reliability(detail, "ECE falls from 0.06 to 0.03.")
-    """
+    """Draw accuracy against confidence, of the members alone and of the ensemble."""
     one = detail.members == 1
     pairs = [(f"{'one network' if one else 'ensemble'}, ECE {detail.metrics['ece']:.3f}", detail.together)]
     if not one:
@@ -49,10 +46,7 @@ def _dots(drawing: Drawing, panel: Panel, table: CalibrationTable) -> None:
 
 
 def member_bars(detail: Detail, limits: Range, says: str) -> Markup:
-    """Draw a bar for each member's accuracy and a line for the ensemble's.
-
-    member_bars(detail, (0.9, 1.0), "Members reach 94 to 96 %, together 95.6 %.")
-    """
+    """Draw a bar for each member's accuracy and a line for the ensemble's."""
     accuracies = detail.metrics["member_accuracies"]
     drawing = Drawing(WIDTH, 180)
     panel = Panel(drawing, 38, 12, WIDTH - 46, 136, (-0.5, len(accuracies) - 0.5), limits)
@@ -69,10 +63,7 @@ def member_bars(detail: Detail, limits: Range, says: str) -> Markup:
 
 
 def added_members(detail: Detail, others: Sequence[Detail], accuracy: Range, nll: Range, says: str) -> Markup:
-    """Draw accuracy and NLL of the first one, two, three... members, other ensembles faintly behind.
-
-    added_members(detail, details, (0.9, 1.0), (0.1, 0.3), "Accuracy rises from 94 to 96 %.")
-    """
+    """Draw accuracy and NLL of the first one, two, three... members, other ensembles faintly behind."""
     drawing = Drawing(WIDTH, 176)
     last = detail.members
     for place, (title, limits) in enumerate([("accuracy", accuracy), ("NLL", nll)]):
@@ -88,10 +79,7 @@ def added_members(detail: Detail, others: Sequence[Detail], accuracy: Range, nll
 
 
 def agreement_matrix(detail: Detail, low: float, says: str) -> Markup:
-    """Draw how often each two members give the same label: `low` is faintest, always is strongest.
-
-    agreement_matrix(detail, 0.8, "Two members agree on 93 to 95 % of the images.")
-    """
+    """Draw how often each two members give the same label: `low` is faintest, always is strongest."""
     count = detail.members
     side = min(220 / count, 48)
     left, top = 16.0, 18.0 if count <= FEW else 4.0
@@ -143,10 +131,7 @@ def _shares(drawing: Drawing, panel: Panel, answers: Answers, kind: str) -> None
 
 
 def training_curves(detail: Detail, says: str) -> Markup:
-    """Draw accuracy and loss over the epochs: a column per phase, a line per member, from faint to strong.
-
-    training_curves(detail, "All members end between 95 and 97 %.")
-    """
+    """Draw accuracy and loss over the epochs: a column per phase, a line per member, from faint to strong."""
     phases = list(dict.fromkeys(record["phase"] for record in detail.records))
     key, word = accuracy_key(detail)
     accuracies = [float(record[key]) for record in detail.records]

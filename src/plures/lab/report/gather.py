@@ -30,10 +30,7 @@ LARGEST = 96  # pixels per side of a picture in the page: a photograph need not 
 
 @dataclass(frozen=True)
 class Picture:
-    """A test image with the ensemble's answer and its members' votes.
-
-    picture.label, picture.truth, [label for label, _ in picture.votes]
-    """
+    """A test image with the ensemble's answer and its members' votes."""
 
     source: str  # a data: address
     number: int  # in the order of the test images
@@ -51,10 +48,7 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """How confident an ensemble is over some of its answers: the right ones, or the wrong ones.
-
-    answers.count, answers.shares, answers.confidence
-    """
+    """How confident an ensemble is over some of its answers: the right ones, or the wrong ones."""
 
     count: int
     shares: tuple[float, ...]  # the fraction of these answers in each bin of confidence
@@ -91,10 +85,7 @@ class Detail:
 
 
 def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
-    """Let the first run of a row answer the test images again, and keep what the page needs.
-
-    gather(row, data_dir=None, colour="#0072B2").added
-    """
+    """Let the first run of a row answer the test images again, and keep what the page needs."""
     run = open_run(row.runs[0].path, trust_code=trust_code)
     test = run.data(data_dir).test
     members, targets = predictions(run.ensemble, test)

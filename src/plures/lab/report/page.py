@@ -48,10 +48,7 @@ def write_report(
 
 
 def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
-    """Write the page of some rows, whose first runs were looked at in detail.
-
-    html = render(rows, details, command="plures report runs/digits")
-    """
+    """Write the page of some rows, whose first runs were looked at in detail."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -94,10 +91,7 @@ def _breakable(name: str) -> Markup:
 
 
 def environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:
-    """List the different environments that the runs come from, each with the number of its runs.
-
-    environments(rows)[0][0]["torch"]
-    """
+    """List the different environments that the runs come from, each with the number of its runs."""
     own = [run.config["environment"] for row in rows for run in row.runs]
     different = [one for place, one in enumerate(own) if one not in own[:place]]
     return [(one, own.count(one)) for one in different]

@@ -12,10 +12,7 @@ from plures.lab.tables import figure, percent
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart of one row and what it shows.
-
-    Figure("deep-ensemble", "#0072B2", svg, "Accuracy rises from 94.0 % to 95.6 %.")
-    """
+    """A chart of one row and what it shows."""
 
     title: str
     colour: str
@@ -25,10 +22,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Small charts side by side, one per row, under a heading that says how to read them.
-
-    Section("agreement", "Which members agree", "A square is ...", figures)
-    """
+    """Small charts side by side, one per row, under a heading that says how to read them."""
 
     id: str
     title: str
@@ -37,10 +31,7 @@ class Section:
 
 
 def sections(details: Sequence[Detail]) -> list[Section]:
-    """Draw what the answers to the test images show; equal axes within a section, so that rows can be compared.
-
-    [section.title for section in sections(details)]
-    """
+    """Draw what the answers to the test images show; equal axes within a section, so that rows can be compared."""
     ensembles = [one for one in details if one.members > 1]
     return [
         _reliability(details),
@@ -52,10 +43,7 @@ def sections(details: Sequence[Detail]) -> list[Section]:
 
 
 def training(details: Sequence[Detail]) -> Section:
-    """Draw the training curves.
-
-    training(details).figures[0].chart
-    """
+    """Draw the training curves."""
 
     def says(one: Detail) -> str:
         if not one.records:

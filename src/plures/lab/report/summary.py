@@ -18,10 +18,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Headline:
-    """A number for the top of the page, what it means, and whose it is where there are several rows.
-
-    Headline("best accuracy", "95.6 %", "of the test images", "deep-ensemble")
-    """
+    """A number for the top of the page, what it means, and whose it is where there are several rows."""
 
     title: str
     value: str
@@ -39,10 +36,7 @@ def title_of(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
-    """Say in plain words what the page is about and what came out.
-
-    summary(rows, details)[0]
-    """
+    """Say in plain words what the page is about and what came out."""
     first = rows[0].runs[0]
     data = first.config["data"]
     networks = " and ".join(dict.fromkeys(run.config["recipe"]["model"] for row in rows for run in row.runs))
@@ -55,10 +49,7 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
 
 
 def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
-    """Choose the numbers for the top of the page: the best of several rows, or those of the only one.
-
-    headlines(rows, details)[0].value
-    """
+    """Choose the numbers for the top of the page: the best of several rows, or those of the only one."""
     found = []
     for column in (column for column in columns(rows) if column.title in MEANINGS):
         short, meaning = MEANINGS[column.title]

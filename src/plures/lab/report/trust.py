@@ -19,10 +19,7 @@ LINE = 15  # units from one line of a legend to the next
 
 
 def trust_sections(rows: Sequence[Row], details: Sequence[Detail]) -> list[Section]:
-    """Draw what was measured of the rows' first runs by `plures compare --shift --ood DATA`; nothing where nothing was.
-
-    trust_sections(rows, details)[0].title
-    """
+    """Draw what `plures compare --shift --ood DATA` measured of the rows' first runs; nothing where nothing was."""
     every = [(detail, kept_trust(row.runs[0].path)) for row, detail in zip(rows, details, strict=True)]
     made = []
     if shifted := [(detail, found) for detail, found in every if "shift" in found]:

@@ -27,10 +27,7 @@ DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the r
 
 @dataclass(frozen=True)
 class Made:
-    """The words that a run was made with: they name its row in a table, and make it again.
-
-    Made(recipe="digits", method="orthogonal-dropout", settings=("granularity=kernel",))
-    """
+    """The words that a run was made with: they name its row in a table, and make it again."""
 
     method: str  # as on the command line
     settings: tuple[str, ...] = ()  # of --set
@@ -64,10 +61,7 @@ def describe(
 
 
 def environment() -> dict[str, str | None]:
-    """Name the versions that a run depends on.
-
-    environment()["torch"]
-    """
+    """Name the versions that a run depends on."""
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {"plures": __version__, "python": platform.python_version(), **versions, "git": _git_commit()}
 

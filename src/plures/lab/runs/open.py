@@ -21,10 +21,7 @@ from plures.storage import load
 
 
 def data_for(recipe: Recipe, data_dir: Path | None) -> Data:
-    """Open the data of a recipe.
-
-    data = data_for(get_recipe("cifar10-cpu"), Path("data"))
-    """
+    """Open the data of a recipe."""
     return open_data(
         recipe.data,
         data_dir=data_dir,
@@ -37,10 +34,7 @@ def data_for(recipe: Recipe, data_dir: Path | None) -> Data:
 
 
 def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Module:
-    """Make the network of a recipe: the same weights for the same seed.
-
-    network = network_for(recipe, len(data.classes), data.channels, data.size)
-    """
+    """Make the network of a recipe: the same weights for the same seed."""
     options: dict[str, Any] = {"size": size, "stem": recipe.stem}
     if recipe.width is not None:
         options["width"] = recipe.width
@@ -70,10 +64,7 @@ def ensemble_for(
 
 
 def device_for() -> torch.device:
-    """Name the device to compute on: the accelerator if there is one.
-
-    ensemble.to(device_for())
-    """
+    """Name the device to compute on: the accelerator if there is one."""
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 

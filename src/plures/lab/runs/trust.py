@@ -18,19 +18,13 @@ from plures.lab.methods import is_code
 
 
 def sign(model: str, method: str) -> str | None:
-    """Sign the code of a run as the user's own; None where there is no code, or no place for a key.
-
-    sign("mynetworks:small", "deep-ensemble")
-    """
+    """Sign the code of a run as the user's own; None where there is no code, or no place for a key."""
     key = _key(make=True) if is_code(model) or is_code(method) else None
     return None if key is None else _signature(key, model, method)
 
 
 def check(config: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a run whose network or method is code that this user has not trained with.
-
-    check(RunFolder("downloads/birds").config(), Path("downloads/birds"))
-    """
+    """Refuse a run whose network or method is code that this user has not trained with."""
     made = config.get("made") or {}
     model, method = str(config["recipe"].get("model")), str(made.get("method", ""))
     code = [name for name in (model, method) if is_code(name)]

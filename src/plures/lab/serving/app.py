@@ -65,10 +65,7 @@ BODY = {
 
 
 def make_app(model: Model, limits: Limits) -> FastAPI:
-    """Make the application that answers for a model.
-
-    uvicorn.run(make_app(Model(open_run("runs/birds")), Limits()))
-    """
+    """Make the application that answers for a model."""
     counters = Counters()
     batcher: Batcher[Any, Row] = Batcher(model.answer_many, limits, counters.batches.add)
     decoders = ThreadPoolExecutor(DECODERS, "plures-decoder")
@@ -157,10 +154,7 @@ async def _pictures(
 
 
 def reference(schema: dict[str, Any]) -> str:
-    """Show an OpenAPI description as one page that loads nothing.
-
-    reference(app.openapi())
-    """
+    """Show an OpenAPI description as one page that loads nothing."""
     parts = []
     for path, methods in schema["paths"].items():
         for method, about in methods.items():

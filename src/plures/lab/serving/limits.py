@@ -7,10 +7,7 @@ from plures.checks import number, whole_number
 
 @dataclass(frozen=True)
 class Limits:
-    """Bound what requests may cost: memory, time, and how many wait.
-
-    Limits(queue=64).batch
-    """
+    """Bound what requests may cost: memory, time, and how many wait."""
 
     bytes: int = 16 * 2**20  # of a request; what is longer is answered with 413
     pixels: int = 40_000_000  # of a picture, before it is decoded: 413
@@ -28,10 +25,7 @@ class Limits:
 
 
 class Refused(Exception):  # noqa: N818 (it is an answer)
-    """End a request with a status and one sentence.
-
-    raise Refused(413, "this request has more than 16 MB: send fewer or smaller pictures")
-    """
+    """End a request with a status and one sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)

@@ -57,10 +57,7 @@ async def read_request(request: Request, limits: Limits) -> Asked:
 
 
 def prepare(picture: Picture, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8]:
-    """Decode a picture and prepare it as the pictures of a data set were, or say why that cannot be.
-
-    prepare(Picture("wren.jpg", encoded), run.info, Limits())
-    """
+    """Decode a picture and prepare it as the pictures of a data set were, or say why that cannot be."""
     opened = open_picture(picture.encoded, picture.name)
     if opened.width * opened.height > limits.pixels:
         most = f"pictures of at most {limits.pixels:,} pixels are taken"

@@ -15,10 +15,7 @@ SECONDS_TO_END = 30  # that requests have to end when the server is stopped
 
 
 def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server:
-    """Make the server of a run, not started yet.
-
-    server_for(open_run("runs/birds"), "127.0.0.1", 8000, Limits()).run()
-    """
+    """Make the server of a run, not started yet."""
     config = uvicorn.Config(
         make_app(Model(run), limits),
         host=host,
@@ -33,10 +30,7 @@ def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server
 
 
 def serve(run: Run, host: str, port: int, limits: Limits) -> None:
-    """Serve a run until SIGINT or SIGTERM; requests that are under way are answered first.
-
-    serve(open_run("runs/birds"), "127.0.0.1", 8000, Limits())
-    """
+    """Serve a run until SIGINT or SIGTERM; requests that are under way are answered first."""
     server = server_for(run, host, port, limits)
     print(f"http://{host}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:

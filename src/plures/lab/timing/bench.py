@@ -35,10 +35,7 @@ def precision_here() -> str:
 
 
 def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
-    """Measure a ResNet18: with `quick` only what has a bar.
-
-    for ratio in ratios(quick=True): print(ratio)
-    """
+    """Measure a ResNet18: with `quick` only what has a bar."""
     precision = precision_here()
     yield from step_ratios(RESNET18, 64, precision, rounds=7)
     yield from mask_ratios(rounds=7)
@@ -59,10 +56,7 @@ def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
 
 
 def all_large_ratios() -> Iterator[Ratio | LeftOut]:
-    """Measure a wide ResNet and a transformer of the size of ViT-S.
-
-    for ratio in all_large_ratios(): print(ratio)
-    """
+    """Measure a wide ResNet and a transformer of the size of ViT-S."""
     for subject in (TRANSFORMER, WIDE_RESNET):  # the quicker one first
         yield from large_ratios(subject, precision_here())
 
@@ -84,18 +78,12 @@ def large_ratios(
 
 
 def costs() -> Iterator[MethodCost]:
-    """Measure what each method costs on ResNet18.
-
-    for cost in costs(): print(cost)
-    """
+    """Measure what each method costs on ResNet18."""
     yield from method_costs(batch=16, precision=precision_here(), rounds=2)
 
 
 def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> None:
-    """Write results.json and results.md into a folder.
-
-    write(Path("benchmarks"), list(ratios()), list(costs()))
-    """
+    """Write results.json and results.md into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"machine": machine(), "ratios": [asdict(r) | {"met": r.met} for r in found]}
     document["methods"] = [asdict(cost) for cost in table]
@@ -104,10 +92,7 @@ def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost
 
 
 def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
-    """Write the results as Markdown.
-
-    print(markdown(list(ratios()), []))
-    """
+    """Write the results as Markdown."""
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     lines = ["# Benchmark", "", f"Made by `make bench`. {about}.", ""]
     lines += [

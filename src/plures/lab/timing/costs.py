@@ -29,10 +29,7 @@ PREDICTED = 64  # images at a time
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run costs relative to one network of its recipe.
-
-    Costs(size=1.08, prediction=5.1, epochs=315.0)
-    """
+    """What a run costs relative to one network of its recipe."""
 
     size: float  # of the file
     prediction: float  # time
@@ -40,10 +37,7 @@ class Costs:
 
 
 def kept_costs(folder: Path) -> Costs | None:
-    """Read what was measured of a run before, if it was.
-
-    kept_costs(Path("runs/digits/mimo/seed-0"))
-    """
+    """Read what was measured of a run before, if it was."""
     path = folder / "costs.json"
     if not path.is_file():
         return None
@@ -54,10 +48,7 @@ def kept_costs(folder: Path) -> Costs | None:
 
 
 def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
-    """Measure a finished run, and keep what was found in its folder.
-
-    measured_costs(Path("runs/digits/mimo/seed-0")).prediction
-    """
+    """Measure a finished run, and keep what was found in its folder."""
     found = _measure(open_run(folder, trust_code=trust_code))
     with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
         files.write(folder / "costs.json", json.dumps(asdict(found), indent=2).encode() + b"\n")
@@ -119,10 +110,7 @@ def _file_size(ensemble: Ensemble) -> int:
 
 @dataclass(frozen=True)
 class MethodCost:
-    """One row of the benchmark's table of methods: everything relative to the plain network.
-
-    MethodCost("DeepEnsemble", members=5, parameters=5.0, file=5.0, step=5.0, prediction=5.0)
-    """
+    """One row of the benchmark's table of methods: everything relative to the plain network."""
 
     method: str
     members: int

@@ -29,10 +29,7 @@ SAVING = 0.03  # seconds that an epoch takes besides its steps, with the smalles
 
 @dataclass(frozen=True)
 class Shape:
-    """What one must know of data to know what training on them costs.
-
-    Shape(images=50_000, size=32, channels=3, classes=10)
-    """
+    """What one must know of data to know what training on them costs."""
 
     images: int
     size: int
@@ -54,10 +51,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take on this machine: on one core, or on its accelerator.
-
-    Estimate(epochs=315, seconds=1900.0, bytes=12_000_000)
-    """
+    """What a run would take on this machine: on one core, or on its accelerator."""
 
     epochs: int
     seconds: float
@@ -67,10 +61,7 @@ class Estimate:
 def kept_estimate(
     recipe: Recipe, method: str = "orthogonal-dropout", settings: Sequence[str] = (), *, cache: Path | None = None
 ) -> Estimate | None:
-    """Give the estimate that was made on this machine before, if there is one.
-
-    kept_estimate(get_recipe("cifar10-cpu"))
-    """
+    """Give the estimate that was made on this machine before, if there is one."""
     found = _read(_file(cache)).get(_key(recipe, method, settings))
     return None if found is None else Estimate(**found)
 
@@ -122,10 +113,7 @@ def _measure(recipe: Recipe, method: str, settings: Sequence[str], shape: Shape)
 
 
 def seconds_per_step(stage: Any, recipe: Recipe, channels: int, size: int) -> float:
-    """Time a training step of a stage: the best of several, in time that the processor was at work for it.
-
-    seconds_per_step(stage, get_recipe("cifar10-cpu"), channels=3, size=16)
-    """
+    """Time a training step of a stage: the best of several, in time that the processor was at work for it."""
     import torch
 
     from plures.lab.runs.open import device_for

@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Name the model of the processor.
-
-    processor()
-    """
+    """Name the model of the processor."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -17,10 +14,7 @@ def processor() -> str:
 
 
 def machine() -> dict[str, str | int]:
-    """Describe the machine and the versions that measured.
-
-    machine()["threads"]
-    """
+    """Describe the machine and the versions that measured."""
     import torch
 
     from plures.version import __version__

@@ -70,10 +70,7 @@ def one_thread() -> Iterator[Clock]:
 
 
 def training_step(stage: Stage, images: Tensor, targets: Tensor, precision: str) -> Action:
-    """Make one training step of a stage: forward, backward, SGD with momentum.
-
-    training_step(stage, images, labels, precision="bf16")()
-    """
+    """Make one training step of a stage: forward, backward, SGD with momentum."""
     stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = images.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(stage.parameter_groups(weight_decay=5e-4), lr=1e-3, momentum=0.9, nesterov=True)
@@ -90,10 +87,7 @@ def training_step(stage: Stage, images: Tensor, targets: Tensor, precision: str)
 
 
 def prediction(function: Callable[[Tensor], Any], images: Tensor, precision: str = "no") -> Action:
-    """Make an action that predicts.
-
-    prediction(network, images, precision="bf16")()
-    """
+    """Make an action that predicts."""
 
     def predict() -> None:
         with torch.no_grad(), _autocast(images, precision):

@@ -47,10 +47,7 @@ def owned_ratios(rounds: int = 5, threads: int | None = None) -> Iterator[Ratio 
 def owned_ratio(
     subject: Subject, granularity: str, members: int, batch: int, rounds: int, bar: float | None, threads: int | None
 ) -> Ratio:
-    """Compare all members in the owned engine with one plain network, plain or channels last, whichever is faster.
-
-    print(owned_ratio(RESNET18, "kernel", 5, batch=16, rounds=5, bar=1.9, threads=None))
-    """
+    """Compare all members in the owned engine with one plain network, plain or channels last, whichever is faster."""
     ensemble = finished(subject.make(), members, granularity)
     plain = ensemble.checkout(0)
     last = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -64,10 +61,7 @@ def owned_ratio(
 
 
 def growth_ratio(subject: Subject, batch: int, rounds: int, threads: int | None, bar: float = 1.25) -> Ratio:
-    """Compare ten members with five, both in the owned engine: the cost should not grow with their number.
-
-    print(growth_ratio(RESNET18, batch=16, rounds=5, threads=None))
-    """
+    """Compare ten members with five, both in the owned engine: the cost should not grow with their number."""
     few, many = (finished(subject.make(), members, "kernel").engine("owned") for members in (5, 10))
     inputs, _ = images(batch)
     samples = [ten / five for five, ten in _rounds([lambda: few(inputs), lambda: many(inputs)], rounds, threads)]
@@ -76,10 +70,7 @@ def growth_ratio(subject: Subject, batch: int, rounds: int, threads: int | None,
 
 
 def held_ratio(subject: Subject, granularity: str, bar: float) -> Ratio:
-    """Compare what the owned engine of five members holds with the weights of one plain network.
-
-    print(held_ratio(RESNET18, "kernel", bar=1.3))
-    """
+    """Compare what the owned engine of five members holds with the weights of one plain network."""
     engine = finished(subject.make(), 5, granularity).engine("owned")
     share = held(engine) / held(subject.make())
     setting = f"{subject.name}, 5 members, {granularity} granularity"

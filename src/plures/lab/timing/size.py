@@ -21,10 +21,7 @@ from plures.storage import load, save
 
 
 def file_ratios(subject: Subject, rounds: int) -> Iterator[Ratio]:
-    """Compare an ensemble's file with the plain network's, and the time to load it.
-
-    for ratio in file_ratios(RESNET18, rounds=3): print(ratio)
-    """
+    """Compare an ensemble's file with the plain network's, and the time to load it."""
     network = subject.make()
     bars = {(5, "weight"): 1.085, (10, "weight"): 1.13, (5, "kernel"): 1.025} if subject.name == "ResNet18" else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,10 +82,7 @@ def held(network: nn.Module) -> int:
 
 
 def allocator_peak(action: Action, device: torch.device) -> int:
-    """Give the most bytes that torch held at once of what an action allocated.
-
-    allocator_peak(lambda: network(images), torch.device("cpu"))
-    """
+    """Give the most bytes that torch held at once of what an action allocated."""
     if device.type != "cpu":
         counters = torch.get_device_module(device)
         counters.reset_peak_memory_stats(device)
@@ -132,10 +126,7 @@ def _resident(name: str, kind: str, path: Path, batch: int) -> int:
 
 
 class Separate(nn.Module):
-    """Several networks of their own, run one after the other.
-
-    logits = Separate([network, other])(images)
-    """
+    """Several networks of their own, run one after the other."""
 
     def __init__(self, networks: Iterable[nn.Module]) -> None:
         super().__init__()

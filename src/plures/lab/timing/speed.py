@@ -25,10 +25,7 @@ LONGEST_PASS = 30.0  # one that takes longer is left out
 
 
 def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> Iterator[Ratio]:
-    """Compare a masked and a pruning step with a step of the plain network.
-
-    for ratio in step_ratios(RESNET18, 64, "float32", rounds=3): print(ratio)
-    """
+    """Compare a masked and a pruning step with a step of the plain network."""
     network = subject.make()
     rivals = {}
     # The first stage is committed, untrained, when the second is asked for.
@@ -40,10 +37,7 @@ def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> It
 
 
 class TextbookTopK(nn.Module):
-    """Edge-pop as it is usually written: every step sorts all scores.
-
-    TextbookTopK(scores, count)(weight)
-    """
+    """Edge-pop as it is usually written: every step sorts all scores."""
 
     def __init__(self, scores: Tensor, count: int) -> None:
         super().__init__()
@@ -60,10 +54,7 @@ class TextbookTopK(nn.Module):
 
 
 def mask_ratios(rounds: int) -> Iterator[Ratio]:
-    """Compare our mask, forward and backward, with the textbook's full sort, on the largest layer of a ResNet18.
-
-    for ratio in mask_ratios(rounds=5): print(ratio)
-    """
+    """Compare our mask, forward and backward, with the textbook's full sort, on the largest layer of a ResNet18."""
     shape = (512, 512, 3, 3)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     count = weight.numel() // 5
@@ -173,20 +164,14 @@ def affordable_ratios(
 
 
 def bf16_ratio(subject: Subject, rounds: int) -> Iterator[Ratio]:
-    """Compare prediction of the plain network in bf16 with float32, one image.
-
-    for ratio in bf16_ratio(RESNET18, rounds=3): print(ratio)
-    """
+    """Compare prediction of the plain network in bf16 with float32, one image."""
     network = subject.make().eval()
     float32, bf16 = (prediction(network, images(1)[0], precision) for precision in ("float32", "bf16"))
     yield from race(f"{subject.name}, batch 1", float32, {"plain prediction in bf16 / in float32": bf16}, rounds)
 
 
 def stacked(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Run all networks at once by vmap over their stacked parameters.
-
-    logits = stacked([network, other])(images)
-    """
+    """Run all networks at once by vmap over their stacked parameters."""
     parameters, buffers = stack_module_state(networks)
     skeleton = copy.deepcopy(networks[0]).to("meta")
 

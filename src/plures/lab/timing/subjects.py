@@ -15,10 +15,7 @@ CLASSES = 10
 
 
 class VisionTransformer(nn.Module):
-    """A transformer of the size of ViT-S (21 M weights) for 32-pixel images, in plain torch.
-
-    logits = VisionTransformer()(images)
-    """
+    """A transformer of the size of ViT-S (21 M weights) for 32-pixel images, in plain torch."""
 
     def __init__(self, width: int = 384, depth: int = 12, heads: int = 6) -> None:
         super().__init__()
@@ -37,10 +34,7 @@ class VisionTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class Subject:
-    """A network to measure: its name and how to make it.
-
-    Subject("ResNet18", lambda: resnet18(classes=10)).make()
-    """
+    """A network to measure: its name and how to make it."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -52,10 +46,7 @@ TRANSFORMER = Subject("ViT-S", VisionTransformer)
 
 
 def finished(network: nn.Module, members: int = 5, granularity: str = "weight") -> OrthogonalDropout:
-    """Make a complete ensemble without training it: speed and size do not depend on what the weights are.
-
-    ensemble = finished(resnet18(classes=10))
-    """
+    """Make a complete ensemble without training it: speed and size do not depend on what the weights are."""
     ensemble = OrthogonalDropout(network, members, optimize_masks=False, granularity=granularity)  # type: ignore[arg-type]
     for _ in ensemble.stages():
         pass
@@ -63,17 +54,11 @@ def finished(network: nn.Module, members: int = 5, granularity: str = "weight") 
 
 
 def images(batch: int) -> tuple[Tensor, Tensor]:
-    """Make random 32-pixel images and their labels.
-
-    inputs, labels = images(128)
-    """
+    """Make random 32-pixel images and their labels."""
     inputs = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return inputs, torch.arange(batch) % CLASSES
 
 
 def first_step(ensemble: Ensemble, batch: int, precision: str) -> Action:
-    """Make a training step of an ensemble's first stage on random images.
-
-    first_step(DeepEnsemble(network), batch=64, precision="float32")()
-    """
+    """Make a training step of an ensemble's first stage on random images."""
     return training_step(ensemble.open(ensemble.plan()[0]), *images(batch), precision)

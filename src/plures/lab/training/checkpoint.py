@@ -15,10 +15,7 @@ from plures.files import digest
 
 
 class Position(NamedTuple):
-    """Where training was: how many stages are committed, and how many epochs of the next one are done.
-
-    Position(committed=3, epoch=12, log_length=5120, loss_scale={})
-    """
+    """Where training was: how many stages are committed, and how many epochs of the next one are done."""
 
     committed: int
     epoch: int
@@ -27,10 +24,7 @@ class Position(NamedTuple):
 
 
 def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
-    """Put a stage, its optimizer and the position into bytes.
-
-    contents = pack(stage, optimizer, Position(committed=3, epoch=12, log_length=5120, loss_scale={}))
-    """
+    """Put a stage, its optimizer and the position into bytes."""
     stored = {
         # Cloned: safetensors takes neither other memory formats nor tensors that share memory.
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -42,18 +36,12 @@ def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
 
 
 def position_of(contents: bytes) -> Position:
-    """Read the position alone.
-
-    position_of(path.read_bytes()).epoch
-    """
+    """Read the position alone."""
     return _document(contents)[0]
 
 
 def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
-    """Bring a stage and its optimizer back to where `pack` found them.
-
-    unpack(path.read_bytes(), stage, optimizer)
-    """
+    """Bring a stage and its optimizer back to where `pack` found them."""
     try:
         stored = load(contents)
     except SafetensorError as error:
@@ -131,10 +119,7 @@ def _checksums(stored: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def damaged(reason: Any) -> PluresError:
-    """Make the error for a state that cannot be trusted.
-
-    raise damaged("it does not fit the stage")
-    """
+    """Make the error for a state that cannot be trusted."""
     return PluresError(
         f"state.safetensors in the run folder is damaged ({reason}): "
         "delete it, and the open stage is trained again from its start"

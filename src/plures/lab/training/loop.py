@@ -156,10 +156,7 @@ class StageLoop:
 
 
 class Watched(nn.Module):
-    """A loss that counts right answers, and adds up how sure they are, on its way: that costs no forward pass.
-
-    watched = Watched(F.cross_entropy)
-    """
+    """A loss that counts right answers, and adds up how sure they are, on its way: that costs no forward pass."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -183,10 +180,7 @@ class Watched(nn.Module):
 
 
 def smoothed(loss: Loss, smoothing: float) -> Loss:
-    """Give the cross-entropy its label smoothing; other losses have none to give.
-
-    loss = smoothed(F.cross_entropy, 0.1)
-    """
+    """Give the cross-entropy its label smoothing; other losses have none to give."""
     if not smoothing:
         return loss
     if loss is not F.cross_entropy:
@@ -197,10 +191,7 @@ def smoothed(loss: Loss, smoothing: float) -> Loss:
 
 
 def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
-    """Make the optimizer that a recipe names, with the weight decay where the method wants it.
-
-    optimizer = make_optimizer(stage, recipe)
-    """
+    """Make the optimizer that a recipe names, with the weight decay where the method wants it."""
     groups = stage.parameter_groups(recipe.weight_decay)
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.learning_rate)

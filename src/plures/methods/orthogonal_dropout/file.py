@@ -23,10 +23,7 @@ from plures.tensors import overwrite, own_tensors
 
 
 def to_tensors(split: Split, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Give the tensors that a file holds, with split weights in the dtype asked for; `draft` is the member in training.
-
-    safetensors.torch.save_file(to_tensors(ensemble.split, None, torch.bfloat16), path)
-    """
+    """Give the tensors that a file holds, split weights in the dtype asked for; `draft` is the member in training."""
     weights = own_tensors(split.network)
     result = {}
     for name, owners in split.owners().items():
@@ -65,10 +62,7 @@ def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, st
 
 
 def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
-    """Fill a split network from a file's tensors, reading only what the given members need.
-
-    from_tensors(ensemble.split, stored, members=[0, 2])
-    """
+    """Fill a split network from a file's tensors, reading only what the given members need."""
     owners = {}
     for name, like in split.owners().items():
         some_free = f"free/{name}" in stored.shapes
@@ -93,19 +87,13 @@ def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
 
 
 def draft_from(split: Split, stored: Stored) -> nn.Module:
-    """Read the member in training.
-
-    ensemble.draft = draft_from(ensemble.split, stored)
-    """
+    """Read the member in training."""
     own = own_tensors(split.network)
     return refilled(split.network, {name: stored.read(f"draft/{name}", tensor.shape) for name, tensor in own.items()})
 
 
 def expected_bytes(split: Split) -> dict[Role, float]:
-    """Reckon what the file of the complete ensemble holds, by role; the owners count to the split weights.
-
-    sum(expected_bytes(ensemble.split).values())
-    """
+    """Reckon what the file of the complete ensemble holds, by role; the owners count to the split weights."""
     found = dict.fromkeys(Role, 0.0)
     for name, tensor in own_tensors(split.network).items():
         role = split.roles[name]
@@ -188,10 +176,7 @@ def pack(values: Tensor, base: int) -> Tensor:
 
 
 def unpack(words: Tensor, base: int, count: int) -> Tensor:
-    """Read `count` digits back from the words that `pack` made.
-
-    owners = unpack(words, base=5, count=1000).reshape(weight.shape)
-    """
+    """Read `count` digits back from the words that `pack` made."""
     per_word = digits_per_word(base)
     if words.dtype != torch.int64 or words.dim() != 1 or words.numel() != -(-count // per_word):
         raise PluresError(f"{count} digits of base {base} need {-(-count // per_word)} words, not {words.numel()}")

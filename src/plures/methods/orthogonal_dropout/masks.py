@@ -57,10 +57,7 @@ class Keep(nn.Module):
 
 
 def in_layout_of(weight: Tensor, mask: Tensor) -> Tensor:
-    """Lay a mask of a weight's shape out in memory as the weight is: the product of two layouts is many times slower.
-
-    Keep(in_layout_of(weight, free))
-    """
+    """Lay a mask out in memory as its weight is: the product of two layouts is many times slower."""
     if mask.shape != weight.shape:
         return mask
     return torch.empty_like(weight, dtype=mask.dtype).copy_(mask)
@@ -245,19 +242,13 @@ def _masked_tensor(attribute: str) -> property:
 
 
 def mask_of(network: nn.Module, name: str) -> nn.Module:
-    """Get the mask that `put_on` put on a weight.
-
-    chosen = mask_of(stage.network, "fc.weight").chosen()
-    """
+    """Get the mask that `put_on` put on a weight."""
     path, _, attribute = name.rpartition(".")
     return network.get_submodule(f"{path}.parametrizations.{attribute}.0".lstrip("."))
 
 
 def unmasked(network: nn.Module) -> dict[str, Tensor]:
-    """Name the tensors of a masked network as before the masks came, with the values underneath.
-
-    network.load_state_dict(unmasked(stage.network))
-    """
+    """Name the tensors of a masked network as before the masks came, with the values underneath."""
     masked = {
         f"{path}.parametrizations.{attribute}.".lstrip("."): f"{path}.{attribute}".lstrip(".")
         for path, layer in network.named_modules(remove_duplicate=False)

@@ -242,10 +242,7 @@ class Split:
 
 
 def refilled(network: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Copy a network with other values in its tensors, by their first names.
-
-    member = refilled(network, split.member(2))
-    """
+    """Copy a network with other values in its tensors, by their first names."""
     result = copy.deepcopy(network)
     with torch.no_grad():
         for name, tensor in own_tensors(result).items():

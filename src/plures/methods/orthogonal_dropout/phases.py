@@ -26,10 +26,7 @@ log = logging.getLogger("plures")
 
 
 class Phase(ABC):
-    """One kind of stage.
-
-    PHASES["prune"].mask(weight, partition, "fc.weight", member=2)
-    """
+    """One kind of stage."""
 
     name: ClassVar[str]
     completes: ClassVar[bool] = False  # whether the member can predict after it
@@ -48,10 +45,7 @@ class Phase(ABC):
 
 
 class Pretrain(Phase):
-    """Train all free weights.
-
-    Pretrain().mask(weight, partition, "fc.weight", member=0)
-    """
+    """Train all free weights."""
 
     name = "pretrain"
 
@@ -67,10 +61,7 @@ class Pretrain(Phase):
 
 
 class Prune(Phase):
-    """Learn which of the frozen free weights the member keeps; norm layers and other private tensors train along.
-
-    Prune(literal_gradient=False).mask(weight, partition, "fc.weight", member=0)
-    """
+    """Learn which of the frozen free weights the member keeps; norm layers and other private tensors train along."""
 
     name = "prune"
 
@@ -97,10 +88,7 @@ class Prune(Phase):
 
 
 class Finetune(Phase):
-    """Train what the member owns.
-
-    Finetune().mask(weight, partition, "fc.weight", member=0)
-    """
+    """Train what the member owns."""
 
     name = "finetune"
     completes = True
@@ -111,10 +99,7 @@ class Finetune(Phase):
 
 
 class Train(Finetune):
-    """Train what the member was given at random: the only phase without optimised masks.
-
-    Train().mask(weight, partition, "fc.weight", member=0)
-    """
+    """Train what the member was given at random: the only phase without optimised masks."""
 
     name = "train"
 

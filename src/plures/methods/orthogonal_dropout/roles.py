@@ -132,10 +132,7 @@ def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = Non
 
 
 def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
-    """Return the roles as `Role` values, or say which of them cannot hold.
-
-    roles = check_roles(network, {"weight": "split", "bias": "private"})
-    """
+    """Return the roles as `Role` values, or say which of them cannot hold."""
     names = tensors(network)
     for name in given:
         if name not in names:

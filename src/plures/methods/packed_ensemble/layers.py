@@ -47,10 +47,7 @@ class Fold:
 
 
 class PackedLinear(nn.Module):
-    """Apply a Linear of its own to each member's rows, cut into groups.
-
-    PackedLinear(weight, bias, Fold(4, rows))
-    """
+    """Apply a Linear of its own to each member's rows, cut into groups."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, fold: Fold) -> None:
         super().__init__()
@@ -69,10 +66,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedLayerNorm(nn.Module):
-    """Normalise each row over its width, with scale and shift of its member's own.
-
-    PackedLayerNorm(1e-5, weight, bias, Fold(4, rows))
-    """
+    """Normalise each row over its width, with scale and shift of its member's own."""
 
     def __init__(self, eps: float, weight: nn.Parameter | None, bias: nn.Parameter | None, fold: Fold) -> None:
         super().__init__()
@@ -255,10 +249,7 @@ def is_depthwise(module: Convolution) -> bool:
 
 
 def refuse_unknown(network: nn.Module) -> None:
-    """Refuse a network with parameters that a narrower member would have no rule for.
-
-    refuse_unknown(network)
-    """
+    """Refuse a network with parameters that a narrower member would have no rule for."""
     for name, module in network.named_modules():
         own = list(module.parameters(recurse=False))
         if not own and not parametrize.is_parametrized(module):
