@@ -29,8 +29,9 @@ memcheck:  ## the native kernels under AddressSanitizer, over random layers
 	    -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/library.c -o /tmp/plures-memcheck -lm
 	/tmp/plures-memcheck
 
-bench: $(READY)  ## ratios measured side by side in one run
+bench: $(READY)  ## ratios measured side by side in one run: eleven minutes on two idle cores
 	$(BIN)/plures bench --full --out benchmarks
+	$(BIN)/python docs/make/benchmark.py
 
 load-test: $(READY)  ## throughput of plures serve, and 10,000 bad requests: a few minutes on the loopback
 	$(BIN)/python benchmarks/load_test.py

@@ -1,12 +1,14 @@
 """The benchmark measures what it says, on networks small enough for a test; no time is ever asserted."""
 
+import importlib.util
 import itertools
 import json
 import math
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +17,21 @@ from torch import nn
 from plures.lab.methods import kebab
 from plures.lab.models import resnet8
 from plures.lab.recipes import get_recipe
-from plures.lab.timing import bench, costs, estimates, size, speed
+from plures.lab.timing import bench, costs, estimates, owned, size, speed
 from plures.lab.timing.costs import MethodCost
 from plures.lab.timing.measure import LeftOut, Ratio, race, timed
 from plures.lab.timing.size import allocator_peak, memory_ratios
 from plures.lab.timing.speed import TextbookTopK, affordable_ratios, bf16_ratio, data_ratios, stacked
 from plures.lab.timing.subjects import CLASSES, Subject, finished, images
 from plures.methods.orthogonal_dropout.masks import TopK
+from plures.native import library
+
+ROOT = Path(__file__).parent.parent
+_source = importlib.util.spec_from_file_location("make_benchmark", ROOT / "docs/make/benchmark.py")
+assert _source is not None
+assert _source.loader is not None
+pages = importlib.util.module_from_spec(_source)
+_source.loader.exec_module(pages)
 
 SMALL = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
 
@@ -98,6 +108,42 @@ def test_resident_memory_is_measured(monkeypatch, tmp_path) -> None:
     assert size._resident("small", "unfolded", tmp_path / "ensemble", 1) > 2**20
 
 
+@pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
+def test_memory_of_the_owned_engine_is_its_weights_and_scratch(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(owned, "held", lambda network: 1000)
+    monkeypatch.setattr(owned, "owned_memory", lambda subject, granularity, rounds: [1300, 1500, 1400])
+    ratio = owned.memory_ratio(SMALL, "kernel", bar=1.3)
+    assert (ratio.value, ratio.low, ratio.high, ratio.met) == (1.4, 1.3, 1.5, False)
+    assert "less the tensors of that batch" in ratio.setting
+    monkeypatch.setattr(size, "CLEAR_REFS", tmp_path / "absent")
+    (elsewhere,) = size.owned_memory(SMALL, "kernel", rounds=1)
+    assert 1 < elsewhere / size.held(SMALL.make()) < 2  # norm layers weigh much in so small a network
+
+
+@pytest.mark.skipif(not size.CLEAR_REFS.exists(), reason="resident memory has a peak to reset on Linux alone")
+@pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
+def test_what_an_engine_holds_is_seen_in_resident_memory(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(size, "RESNET18", SMALL)
+    size.save(finished(SMALL.make(), granularity="kernel"), tmp_path / "ensemble")
+    held = 64 * 2**20
+    monkeypatch.setitem(size.MAKERS, "owned", lambda subject, path: Ballast(held))
+    (grown,) = size._owned_growth("small", tmp_path / "ensemble", batch=8, rounds=1)
+    assert grown == pytest.approx(held, rel=0.1), "its tensors and its scratch; the 16 MB of activations do not count"
+
+
+class Ballast(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(size // 2 // 4))
+        self.scratch = size // 2
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        activations = torch.ones(16 * 2**20 // 4)
+        scratch = bytearray(self.scratch)  # not of torch's allocator
+        scratch[::4096] = b"1" * len(scratch[::4096])
+        return inputs + activations[0]
+
+
 def test_what_would_take_too_long_is_left_out_with_the_reason(monkeypatch) -> None:
     asked = []
 
@@ -140,6 +186,30 @@ def test_results_are_written_for_people_and_machines(tmp_path) -> None:
     assert "**missed**" in text
     assert "| e / f | elsewhere | | | left out: it is too slow |" in text
     assert "| DeepEnsemble | 5 | 5.00 | 5.00 | 1.00 | 5.00 |" in text
+
+
+def test_readme_and_engines_say_what_the_benchmark_found() -> None:
+    document = json.loads((ROOT / "benchmarks/results.json").read_text())
+    for name in ("README.md", "docs/engines.md"):
+        text = (ROOT / name).read_text()
+        assert pages.included(text, document) == text, "run docs/make/benchmark.py"
+
+
+def test_the_figures_of_the_owned_engine_are_put_between_the_marks() -> None:
+    setting = "ResNet18, batch {}, kernel granularity, float32, avx2, 2 threads"
+    found = [
+        Ratio(pages.FIVE, setting.format(batch), value, 1.2, 1.9, bar=1.5)
+        for batch, value in ((1, 1.81), (16, 1.449), (128, 1.5))
+    ]
+    document = {
+        "machine": {"processor": "P", "instructions": "AVX2", "threads": 2, "torch": "2"},
+        "ratios": [asdict(one) | {"met": one.met} for one in found],
+    }
+    readme = pages.included((ROOT / "README.md").read_text(), document)
+    assert "cost 1.4 to 1.8 networks**, not 5, to predict (avx2, 2 threads, batches of 1 to 128;" in readme
+    engines = pages.included((ROOT / "docs/engines.md").read_text(), document)
+    assert f"| {pages.FIVE} | {setting.format(1)} | 1.81 | 1.20 to 1.90 | <= 1.5 **missed** |" in engines
+    assert pages.included(engines, document) == engines
 
 
 @pytest.mark.parametrize("name", ["OrthogonalDropout", "DeepEnsemble"])

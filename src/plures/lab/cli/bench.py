@@ -16,9 +16,9 @@ class Bench:
     """Measure speed and size against the alternatives, as ratios.
 
     Examples:
-      plures bench                    ten minutes on two cores
+      plures bench                    eight minutes on two cores
       plures bench --quick            only what has a bar
-      plures bench --full             also large networks
+      plures bench --full             also large networks: eleven minutes
       plures bench --out benchmarks   also write results.json and results.md
 
     How it is measured:

@@ -37,16 +37,16 @@ def precision_here() -> str:
 def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
     """Measure a ResNet18: with `quick` only what has a bar."""
     precision = precision_here()
-    yield from step_ratios(RESNET18, 64, precision, rounds=7)
+    yield from step_ratios(RESNET18, 64, precision, rounds=5)
     yield from mask_ratios(rounds=7)
     yield from data_ratios(rounds=9)
     yield from file_ratios(RESNET18, rounds=5)
     yield from memory_ratios(RESNET18, rounds=3)
-    yield from prediction_ratios(RESNET18, 128, "float32", rounds=3)
+    yield from prediction_ratios(RESNET18, 128, "float32", rounds=3, engines_only=True)
     yield from owned_ratios()
     if quick:
         return
-    yield from prediction_ratios(RESNET18, 1, "float32", rounds=5, compiled=True)
+    yield from prediction_ratios(RESNET18, 1, "float32", rounds=5)
     yield from prediction_ratios(RESNET18, 32, "float32", rounds=2)
     if precision == "bf16":
         for batch in (1, 32, 128):
@@ -72,7 +72,7 @@ def large_ratios(
     """
     yield from step_ratios(subject, 4, precision, rounds)
     yield from file_ratios(subject, rounds)
-    yield from memory_ratios(subject, rounds=1)
+    yield from memory_ratios(subject, rounds=1, all_resident=False)
     for each in dict.fromkeys(("float32", precision)):
         yield from affordable_ratios(subject, batches, each, rounds)
 

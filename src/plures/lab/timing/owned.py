@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from plures.lab.timing.measure import Action, LeftOut, Ratio, one_thread, timed
-from plures.lab.timing.size import held
+from plures.lab.timing.size import held, owned_memory
 from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
 from plures.native import library
 
@@ -41,7 +41,7 @@ def owned_ratios(rounds: int = 5, threads: int | None = None) -> Iterator[Ratio 
         yield owned_ratio(subject, granularity, members, batch, rounds, bars[0 if wide else 1], threads)
     yield growth_ratio(RESNET18, 16, rounds, threads)
     for granularity, bar in MEMORY_BARS.items():
-        yield held_ratio(RESNET18, granularity, bar)
+        yield memory_ratio(RESNET18, granularity, bar)
 
 
 def owned_ratio(
@@ -69,12 +69,13 @@ def growth_ratio(subject: Subject, batch: int, rounds: int, threads: int | None,
     return Ratio.of("owned prediction of 10 members / of 5", setting, samples, bar)
 
 
-def held_ratio(subject: Subject, granularity: str, bar: float) -> Ratio:
-    """Compare what the owned engine of five members holds with the weights of one plain network."""
-    engine = finished(subject.make(), 5, granularity).engine("owned")
-    share = held(engine) / held(subject.make())
-    setting = f"{subject.name}, 5 members, {granularity} granularity"
-    return Ratio.of("memory that the owned engine holds / plain weights", setting, [share], bar)
+def memory_ratio(subject: Subject, granularity: str, bar: float, rounds: int = 2) -> Ratio:
+    """Compare what the owned engine of five members takes to predict, beyond activations, with one plain network."""
+    plain = held(subject.make())
+    samples = [found / plain for found in owned_memory(subject, granularity, rounds)]
+    counted = "growth of resident memory at the peak of a batch of 8, less the tensors of that batch"
+    setting = f"{subject.name}, 5 members, {granularity} granularity, {counted}, {_about(None)}"
+    return Ratio.of("owned peak memory beyond activations / plain weights", setting, samples, bar)
 
 
 def _rounds(actions: list[Action], rounds: int, threads: int | None) -> Iterator[tuple[float, ...]]:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,8 @@ from plures.lab.timing.measure import Action, Ratio, race
 from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
 from plures.methods.orthogonal_dropout.method import Kind, OrthogonalDropout
 from plures.storage import load, save
+
+Measured = TypeVar("Measured")
 
 
 def file_ratios(subject: Subject, rounds: int) -> Iterator[Ratio]:
@@ -47,14 +49,15 @@ def file_ratios(subject: Subject, rounds: int) -> Iterator[Ratio]:
         yield from race(setting, load_plain(1), part, rounds)
 
 
-def memory_ratios(subject: Subject, rounds: int, batch: int = 8) -> Iterator[Ratio]:
+def memory_ratios(subject: Subject, rounds: int, batch: int = 8, *, all_resident: bool = True) -> Iterator[Ratio]:
     """Compare the memory that engines and separate networks take to predict, beyond activations, with one network.
 
         for ratio in memory_ratios(RESNET18, rounds=3): print(ratio)
 
     Counted twice: by torch's allocator, which knows every tensor but not what numpy and the convolutions use besides,
     and by the peak resident memory of a process of its own, on Linux. What a plain network needs to predict is taken
-    off, as activations, and its weights are put back.
+    off, as activations, and its weights are put back. Without `all_resident` the second is for the lean engine alone:
+    every process must load its libraries and make its networks.
     """
     weights = held(subject.make())
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +68,8 @@ def memory_ratios(subject: Subject, rounds: int, batch: int = 8) -> Iterator[Rat
                 continue
             plain = [measure(subject, "plain", path, batch) for _ in range(rounds)]
             for kind, times, bar in (("lean", rounds, 1.45), ("unfolded", 1, None), ("5 separate networks", 1, None)):
+                if kind != "lean" and measure is _resident_elsewhere and not all_resident:
+                    continue
                 found = [measure(subject, kind, path, batch) for _ in range(times)]
                 samples = [1 + (other - one) / weights for other, one in zip(found, plain, strict=False)]
                 name = f"{kind} peak memory beyond activations / plain weights"
@@ -104,25 +109,78 @@ def _allocated(subject: Subject, kind: str, path: Path, batch: int) -> int:
     return held(network) + allocator_peak(lambda: _predict(network, batch), next(network.parameters()).device)
 
 
+def owned_memory(subject: Subject, granularity: str, rounds: int, batch: int = 8) -> list[int]:
+    """Measure the bytes that the owned engine of five members takes to predict, beyond activations.
+
+        [found / held(resnet18()) for found in owned_memory(RESNET18, "kernel", rounds=3)]
+
+    On Linux: by how much the resident memory of a process of its own has grown at the peak of one batch, since before
+    the ensemble was loaded and its engine made, less the most that the tensors of this batch took at once. So weights,
+    lists and the kernels' scratch count. Elsewhere: the tensors that the engine holds.
+    """
+    ensemble = finished(subject.make(), 5, granularity)
+    if not CLEAR_REFS.exists():
+        return [held(ensemble.engine("owned"))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ensemble.safetensors")
+        save(ensemble, path)
+        return _elsewhere(_owned_growth, subject.name, path, batch, rounds)
+
+
+def _owned_growth(name: str, path: Path, batch: int, rounds: int) -> list[int]:
+    found = []
+    for _ in range(rounds + 1):  # the first touches what is touched only once
+        _give_back()
+        before = _resident_bytes("VmRSS")
+        engine = MAKERS["owned"](_subject(name), path)
+        peak = _peak(engine, batch)
+        activations = allocator_peak(lambda engine=engine: _predict(engine, batch), torch.device("cpu"))  # type: ignore[misc]
+        found.append(peak - before - activations)
+        del engine
+    return found[1:]
+
+
 def _resident_elsewhere(subject: Subject, kind: str, path: Path, batch: int) -> int:
+    return _elsewhere(_resident, subject.name, kind, path, batch)
+
+
+def _elsewhere(measure: Callable[..., Measured], *arguments: object) -> Measured:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_resident, (subject.name, kind, path, batch))
+        return pool.apply(measure, arguments)
 
 
 def _resident(name: str, kind: str, path: Path, batch: int) -> int:
     """Give the peak resident bytes of one prediction, after everything that made the network is gone."""
-    subject = next(one for one in (RESNET18, WIDE_RESNET, TRANSFORMER) if one.name == name)
-    libc = ctypes.CDLL(None)
-    libc.mallopt(MMAP_THRESHOLD, 2**16)  # or what was freed stays with the process, sometimes more, sometimes less
+    subject = _subject(name)
+    _give_back()
     for warm in ("plain", "lean"):  # every process touches the same libraries before the measurement
         _predict(MAKERS[warm](subject, path), batch)
-    network = MAKERS[kind](subject, path)
+    return _peak(MAKERS[kind](subject, path), batch)
+
+
+def _subject(name: str) -> Subject:
+    return next(one for one in (RESNET18, WIDE_RESNET, TRANSFORMER) if one.name == name)
+
+
+def _give_back() -> None:
+    """Give the system what was freed, now and as soon as it is; or some stays with the process, more or less."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, 2**16)
     gc.collect()
     libc.malloc_trim(0)
+
+
+def _peak(network: nn.Module, batch: int) -> int:
+    """Give the peak resident bytes of one prediction."""
+    _give_back()
     CLEAR_REFS.write_text("5")  # starts a new peak
     _predict(network, batch)
+    return _resident_bytes("VmHWM")
+
+
+def _resident_bytes(field: str) -> int:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(status["VmHWM"].split()[0]) * 1024
+    return int(status[field].split()[0]) * 1024
 
 
 class Separate(nn.Module):
@@ -145,6 +203,7 @@ MAKERS: dict[str, Callable[[Subject, Path], nn.Module]] = {
     "plain": lambda subject, _: subject.make().eval(),
     "lean": _engine("lean"),
     "unfolded": _engine("unfolded"),
+    "owned": _engine("owned"),
     "5 separate networks": lambda subject, _: Separate(subject.make() for _ in range(5)).eval(),
 }
 MMAP_THRESHOLD = -3  # of mallopt: blocks that are larger are given back to the system as soon as they are freed
