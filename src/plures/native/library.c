@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include "owned.h"
 
 #ifdef HAVE_AVX512
@@ -92,6 +93,20 @@ static int share(Job *job) {
     return atomic_load(&job->failed) != 0;
 }
 
+/* Ask for large pages where an output is large: the activations of all members are new memory with every layer, and the
+   system hands it out page by page while it is written. That took a tenth of the time, and more with more members. */
+#define LARGE_PAGE ((uintptr_t)2 << 20)
+
+static void prefer_large_pages(void *output, int64_t floats) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t start = ((uintptr_t)output + LARGE_PAGE - 1) & ~(LARGE_PAGE - 1);
+    const uintptr_t end = ((uintptr_t)output + floats * sizeof(float)) & ~(LARGE_PAGE - 1);
+    if (start < end) madvise((void *)start, end - start, MADV_HUGEPAGE);
+#else
+    (void)output, (void)floats;
+#endif
+}
+
 static void convolution_item(const Job *job, int64_t item, void *scratch) {
     job->kernels->convolution_item(job->layer, job->threads, item, scratch);
 }
@@ -100,6 +115,8 @@ int plures_convolution(const Kernels *kernels, const Convolution *layer, int thr
     Job job = {.kernels = kernels, .layer = layer, .item = convolution_item, .threads = threads};
     job.items = kernels->convolution_items(layer, threads);
     job.scratch = kernels->convolution_scratch(layer);
+    prefer_large_pages(layer->output, (int64_t)layer->members * layer->images * layer->outputs * layer->output_height
+                                          * layer->output_width * layer->lanes);
     return share(&job);
 }
 
@@ -109,6 +126,7 @@ int plures_block_linear(const Kernels *kernels, const BlockLinear *layer, int th
     Job job = {.kernels = kernels, .layer = layer, .item = linear_item, .threads = threads};
     job.items = kernels->linear_items(layer);
     job.scratch = kernels->linear_scratch(layer);
+    prefer_large_pages(layer->output, (int64_t)layer->members * layer->rows * layer->outputs);
     return share(&job);
 }
 
@@ -171,5 +189,6 @@ static void affine_item(const Job *job, int64_t item, void *scratch) {
 int plures_affine(const Affine *layer, int threads) {
     Job job = {.layer = layer, .item = affine_item, .threads = threads};
     job.items = (int64_t)layer->members * layer->images * layer->channels;
+    prefer_large_pages(layer->output, job.items * layer->pixels);
     return share(&job);
 }
