@@ -82,6 +82,8 @@ def roughly(seconds: float | None) -> str:
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:
     """Show the metrics of one ensemble, one per line."""
+    if "rmse" in found:
+        return _number_table(title, found)
     rows = [
         ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
@@ -92,6 +94,20 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
         ["AURC", figure(found["aurc"], 4), "error rate when the least confident are left out, averaged"],
         ["member accuracy", percent(found["mean_member_accuracy"]), _each(found["member_accuracies"])],
         ["agreement", figure(found["agreement"]), "1: members fail together; 0: independently"],
+    ]
+    return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
+
+
+def _number_table(title: str, found: Mapping[str, Any]) -> Table:
+    unit = f"of {found['images']:,} test rows, in standard deviations of the target ({found['target_std']:.4g})"
+    covered = f"of the true values; {figure(found['interval_width'])} wide"
+    rows = [
+        ["RMSE", figure(found["rmse"]), unit],
+        ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
+        ["CRPS", figure(found["crps"]), "distance between the predicted distribution and the truth"],
+        ["calibrated NLL", figure(found["calibrated_nll"]), "with the scale that the validation rows teach"],
+        ["90 % intervals hold", percent(found["interval_coverage"]), covered],
+        ["member NLL", figure(found["mean_member_nll"]), f"mean of {found['members']} members"],
     ]
     return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
 

@@ -59,6 +59,7 @@ class Predict:
         if not self.images:
             raise PluresError("there are no images to predict: name files or folders after the run")
         run = open_run(self.run, trust_code=self.trust_code)
+        run.need_pictures("plures predict")
         results = list(predict_files(run, self.images, Wanted(self.abstain_below, self.coverage, self.risk)))
         answers = [result for result in results if isinstance(result, Answer)]
         failures = [result for result in results if isinstance(result, Failure)]

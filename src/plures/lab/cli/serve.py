@@ -62,5 +62,7 @@ class Serve:
         limits = Limits(self.max_bytes, self.max_pixels, self.max_pictures, self.queue, self.batch, self.wait)
         from plures.lab.runs.open import open_run
 
-        serve(open_run(self.run, trust_code=self.trust_code), self.host, self.port, limits)
+        run = open_run(self.run, trust_code=self.trust_code)
+        run.need_pictures("plures serve")
+        serve(run, self.host, self.port, limits)
         return 0

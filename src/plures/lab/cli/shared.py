@@ -83,7 +83,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 def _or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show and read options that may be None: INT|None."""
     kinds = get_args(info.type)
-    if len(kinds) != 2 or kinds[1] is not NoneType or kinds[0] not in (int, float, tuple[float, float]):
+    if len(kinds) != 2 or kinds[1] is not NoneType or kinds[0] not in (int, float, str, tuple[float, float]):
         return None
     several = get_args(kinds[0])  # of a tuple
 

@@ -229,5 +229,9 @@ def _names(runs: Sequence[Finished]) -> list[str]:
 def _without_seed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keep what makes runs the same: which images are held out, and their mean, follow from the seed."""
     data = {key: value for key, value in config["data"].items() if key not in ("fingerprint", "mean", "std")}
-    parts = {key: config[key] | {"seed": None} for key in ("recipe", "options")}
+    # What is None was not there in runs of older versions.
+    parts = {
+        key: {name: value for name, value in config[key].items() if value is not None and name != "seed"}
+        for key in ("recipe", "options")
+    }
     return {"method": config["method"], "data": data, "network": config["network"], **parts}

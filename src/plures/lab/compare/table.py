@@ -40,6 +40,11 @@ METRICS = (
     "shift_ece",
     "ood_auroc",
     "ood_fpr95",
+    "rmse",
+    "crps",
+    "interval_coverage",
+    "interval_width",
+    "mean_member_nll",
 )
 
 PAPER_TITLE = "paper: accuracy % / NLL / ECE"
@@ -83,6 +88,10 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _measured("NLL", "nll", "low"),
         _measured("ECE", "ece", "low", digits=4),
         paper_column(PAPER_TITLE, "accuracy", "nll", "ece"),
+        _measured("RMSE", "rmse", "low"),
+        _measured("CRPS", "crps", "low"),
+        _measured("true values in 90 % intervals", "interval_coverage", None, digits=1, scale=100),
+        _measured("member NLL", "mean_member_nll", None),
         _cost("size", "size", "{:.2f} x"),
         _cost("prediction", "prediction", "{:.1f} x"),
         _cost("training epochs", "epochs", "{:.0f}"),
@@ -288,7 +297,7 @@ def _as_json(row: Row) -> dict[str, Any]:
         "metrics": {
             key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)} for key in METRICS
         },
-        "member_accuracies": [run.metrics["member_accuracies"] for run in row.runs],
+        "member_accuracies": [run.metrics.get("member_accuracies") for run in row.runs],
         "costs": asdict(row.costs) if row.costs else None,
         "paper": asdict(row.paper) if row.paper else None,
         "failures": list(row.failures),

@@ -12,5 +12,17 @@ from plures.lab.data.dataset import Data, open_data
 from plures.lab.data.loader import Augment, batches, steps
 from plures.lab.data.pictures import read_image
 from plures.lab.data.split import DataInfo, Split
+from plures.lab.data.table import TableInfo
 
-__all__ = ["Augment", "Data", "DataInfo", "Split", "batches", "cache_folder", "open_data", "read_image", "steps"]
+__all__ = [
+    "Augment",
+    "Data",
+    "DataInfo",
+    "Split",
+    "TableInfo",
+    "batches",
+    "cache_folder",
+    "open_data",
+    "read_image",
+    "steps",
+]

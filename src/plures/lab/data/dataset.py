@@ -17,6 +17,7 @@ from plures.files import digest
 from plures.lab.data.cache import CachedSplit, Survey, cache_folder, open_cache, survey
 from plures.lab.data.sources import expanded, find_source
 from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, Rows, Split, balanced, stratified
+from plures.lab.data.table import TABLES, open_table
 
 HELD_OUT = 0.2  # of the training images, where there are no test images
 
@@ -99,6 +100,12 @@ def open_data(
     that brings validation images beside its test images keeps those. `size` brings all images to size x size.
     """
     whole_number("seed", seed, least=0)
+    if limit is not None:
+        whole_number("limit", limit)
+    if not math.isfinite(validation) or validation < 0 or (validation >= 1 and validation != int(validation)):
+        raise PluresError(f"validation={validation}; use a fraction below 1 or a whole number of images, 0 or more")
+    if name in TABLES:
+        return _table(name, limit, validation, seed, pictures=size is not None or like is not None)
     cache = cache_folder(cache_dir)
     folder = data_dir or os.environ.get("PLURES_DATA")
     source = find_source(name, expanded(folder) if folder else None)
@@ -125,6 +132,13 @@ def open_data(
         test=_split("test", info, test, test_rows),
         fingerprint=_fingerprint(f"{seen.content} {size} {cache_size} {channels}", train_rows, rows),
     )
+
+
+def _table(name: str, limit: int | None, validation: float, seed: int, *, pictures: bool) -> Data:
+    if pictures:
+        raise PluresError(f"{name} is a table of numbers and has no pictures: leave out the size, or name other data")
+    splits, fingerprint = open_table(name, limit, validation, seed)
+    return Data(info=splits["test"].info, fingerprint=fingerprint, **splits)
 
 
 def _sizes(
@@ -169,10 +183,7 @@ def _hold_out(name: str, labels: Rows, everything: bool) -> tuple[Rows, Rows]:
 def _choose(name: str, labels: Rows, rows: Rows, limit: int | None, validation: float, seed: int) -> tuple[Rows, Rows]:
     """Return the rows to train on and the rows to validate on."""
     if limit is not None:
-        whole_number("limit", limit)
         rows = rows[balanced(labels[rows], limit, seed)]
-    if not math.isfinite(validation) or validation < 0 or (validation >= 1 and validation != int(validation)):
-        raise PluresError(f"validation={validation}; use a fraction below 1 or a whole number of images, 0 or more")
     count = round(validation * len(rows)) if validation < 1 else int(validation)
     if count and count >= len(rows) > 0:
         raise PluresError(

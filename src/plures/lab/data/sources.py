@@ -31,6 +31,7 @@ from plures.lab.data.arrow import (
 from plures.lab.data.contents import SPLIT_NAMES, Contents, Picture, by_split
 from plures.lab.data.pictures import folders_in, pictures_below, read_file, reading
 from plures.lab.data.split import stratified
+from plures.lab.data.table import TABLES
 
 if TYPE_CHECKING:
     import datasets
@@ -72,7 +73,8 @@ def find_source(name: str, data_dir: Path | None) -> Source:
     A built-in name is never taken for a path in the working directory (a run folder may be called digits): write
     `./cifar10` for that.
     """
-    accepted = f"accepted are {', '.join(['digits', *HUB_IDS])}, a folder, a .parquet file or a hub id owner/name"
+    built_in = ["digits", *TABLES, *HUB_IDS]
+    accepted = f"accepted are {', '.join(built_in)}, a folder, a .parquet file or a hub id owner/name"
     if not name:
         raise PluresError(f"no data is named: {accepted}")
     places = [data_dir / name] if data_dir is not None else []
@@ -92,7 +94,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
             f"hub {hub_id} {configuration}",
             lambda: _read_hub(hub_id, configuration, lambda answer: _missing(name, data_dir, looked, answer)),
         )
-    near = nearest(name, ["digits", *HUB_IDS])
+    near = nearest(name, built_in)
     raise PluresError(f"there is no data set {name!r}: looked for {looked}; {accepted}{near}")
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ class DataInfo:
     resize: bool  # whether pictures of other sizes are brought to `size`
     mean: Sequence[float]
     std: Sequence[float]
+    most_channels: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         # JSON gives lists back; tuples make equal values equal again.
@@ -44,7 +46,7 @@ class DataInfo:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         whole_number("size", self.size, most=MOST_PIXELS_PER_SIDE)
         whole_number("cache_size", self.cache_size, least=self.size, most=MOST_PIXELS_PER_SIDE)
-        whole_number("channels", self.channels, most=3)
+        whole_number("channels", self.channels, most=self.most_channels)
         for field in ("mean", "std"):
             values = getattr(self, field)
             if len(values) not in (0, self.channels) or not all(map(_is_number, values)):
@@ -90,15 +92,15 @@ class Split:
 
     name: str
     info: DataInfo
-    pixels: npt.NDArray[np.uint8]  # [pictures, height, width, channels]
+    pixels: npt.NDArray[Any]  # uint8 [pictures, height, width, channels]; float32 of a table
     rows: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]  # one per row of the split
+    labels: npt.NDArray[Any]  # int64, one per row of the split; float32 [rows, targets] of a table
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def images(self) -> npt.NDArray[np.uint8]:
+    def images(self) -> npt.NDArray[Any]:
         """The pictures, [N, height, width, channels]: the memory map itself, or a copy where only some are taken."""
         if np.array_equal(self.rows, np.arange(len(self.pixels))):
             return self.pixels

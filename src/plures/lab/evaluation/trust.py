@@ -56,6 +56,7 @@ def measured_trust(folder: Path, data_dir: Path | None, *, shift: bool, ood: str
     if not (home_missing or shift_missing or ood_missing):
         return found
     run = open_run(folder)
+    run.need_pictures("--shift and --ood")
     data = run.data(data_dir)
     members, targets = predictions(run.ensemble, data.test)
     if home_missing:

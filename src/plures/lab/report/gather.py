@@ -87,6 +87,7 @@ class Detail:
 def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
     """Let the first run of a row answer the test images again, and keep what the page needs."""
     run = open_run(row.runs[0].path, trust_code=trust_code)
+    run.need_pictures("plures report")
     test = run.data(data_dir).test
     members, targets = predictions(run.ensemble, test)
     mean = members.mean(0)

@@ -29,7 +29,9 @@ from plures.lab.runs.config import differences, new_environment
 
 RECORD = ("stage", "epoch", "epochs", "loss", "seconds")  # what every record of the log has at least
 CONFIG = ("method", "recipe", "data", "network", "options")
-METRICS = ("images", "members", "accuracy", "nll", "brier", "ece", "aurc", "member_accuracies", "bytes")
+METRICS = ("images", "members", "nll", "bytes")
+OF_CLASSES = ("accuracy", "brier", "ece", "aurc", "member_accuracies")
+OF_NUMBERS = ("rmse", "crps", "mean_member_nll")
 log = logging.getLogger("plures")
 
 
@@ -68,7 +70,9 @@ class RunFolder:
 
     def metrics(self) -> dict[str, Any]:
         """Read what was measured of the finished run."""
-        return _read_object(self.measured, METRICS, "remove it, and `plures train` makes it again")
+        advice = "remove it, and `plures train` makes it again"
+        found = _read_object(self.measured, METRICS, advice)
+        return _with_keys(self.measured, found, OF_NUMBERS if "rmse" in found else OF_CLASSES, advice)
 
     def records(self) -> list[dict[str, Any]]:
         """Read the log: one record per epoch. Damaged lines are reported, and left out."""
@@ -174,9 +178,15 @@ def _read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, An
     """Read a JSON object that has some keys at least."""
     with _told("read", path):
         found = _json(path.read_bytes())
-    if not isinstance(found, dict) or (missing := [key for key in keys if key not in found]):
-        reason = f"it has no {missing[0]}" if isinstance(found, dict) else "it is not a JSON object"
-        raise PluresError(f"{path} is damaged or of another program, {reason}: {advice}")
+    if not isinstance(found, dict):
+        raise PluresError(f"{path} is damaged or of another program, it is not a JSON object: {advice}")
+    return _with_keys(path, found, keys, advice)
+
+
+def _with_keys(path: Path, found: dict[str, Any], keys: Collection[str], advice: str) -> dict[str, Any]:
+    for key in keys:
+        if key not in found:
+            raise PluresError(f"{path} is damaged or of another program, it has no {key}: {advice}")
     return found
 
 

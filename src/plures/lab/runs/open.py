@@ -6,17 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.data import Data, DataInfo, open_data
+from plures.lab.data import Data, DataInfo, TableInfo, open_data
+from plures.lab.data.sources import expanded
+from plures.lab.data.table import TABLES
 from plures.lab.methods import is_code, method_class, method_options, takes
 from plures.lab.models import build
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.trust import check
+from plures.losses import GaussianNLL
+from plures.methods.deterministic import Deterministic
 from plures.storage import load
 
 
@@ -43,6 +49,34 @@ def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Mo
         return build(recipe.model, classes, channels, **options)
 
 
+def with_weights(network: nn.Module, source: str) -> nn.Module:
+    """Fill a network with weights that were trained before: a run of one network, or a file of safetensors.
+
+    network = with_weights(network, "runs/digits-deterministic-seed0")
+    """
+    path = expanded(source)
+    if path.is_dir():
+        trained = open_run(path).ensemble
+        if not isinstance(trained, Deterministic):
+            raise PluresError(f"{source} holds several networks: give a run of the method deterministic as weights")
+        stored = trained.checkout(0).state_dict()
+    else:
+        try:
+            stored = load_file(path)
+        except (OSError, SafetensorError) as error:
+            why = f"the weights {source} cannot be read ({error})"
+            raise PluresError(f"{why}: give a run of one network, or a file of safetensors") from error
+    here, there = ({name: list(one.shape) for name, one in part.items()} for part in (network.state_dict(), stored))
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            raise PluresError(
+                f"the weights in {source} are of another network: {name!r} has the shape {there.get(name)} there and "
+                f"{here.get(name)} here (None: it is missing); name its --model and --width"
+            )
+    network.load_state_dict(stored)
+    return network
+
+
 def ensemble_for(
     recipe: Recipe, method: str, settings: Sequence[str], network: nn.Module, begun: RunFolder | None = None
 ) -> Ensemble:
@@ -50,10 +84,15 @@ def ensemble_for(
 
         ensemble = ensemble_for(recipe, "orthogonal-dropout", ["granularity=kernel"], network)
 
-    A run that was begun with the same words keeps its options: another version may have other defaults.
+    A run that was begun with the same words keeps its options: another version may have other defaults. Members start
+    from the recipe's `weights`, if it has them, and learn numbers where its data are a table.
     """
     chosen = method_class(method)
     given = {name: value for name in ("members", "seed") if takes(chosen, name) for value in [getattr(recipe, name)]}
+    if recipe.weights is not None and takes(chosen, "init"):
+        given["init"] = "given"
+    if recipe.data in TABLES:
+        given["loss"] = GaussianNLL()
     given |= method_options(chosen, settings)
     if begun is not None and begun.begun:
         config = begun.config()
@@ -93,6 +132,14 @@ class Run:
             )
         return data
 
+    def need_pictures(self, command: str) -> None:
+        """Refuse a run of a table where pictures are needed."""
+        if isinstance(self.info, TableInfo):
+            raise PluresError(
+                f"{self.path} predicts numbers from a table, but {command} is for pictures: load the ensemble with "
+                "plures.load and call regress"
+            )
+
 
 def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     """Load what a run folder holds, without its data.
@@ -110,7 +157,7 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
         recipe = Recipe.from_json(config["recipe"])
         prepared = dict(config["data"])
         fingerprint = prepared.pop("fingerprint")
-        info = DataInfo(**prepared)
+        info = (TableInfo if "target_std" in prepared else DataInfo)(**prepared)
         made = made_of(config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PluresError(f"{folder}/config.json is not complete: {type(error).__name__}: {error}") from error

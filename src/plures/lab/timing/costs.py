@@ -13,6 +13,7 @@ import torch
 from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.lab.data import TableInfo
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, device_for, network_for, open_run
@@ -60,15 +61,18 @@ def _measure(run: Run) -> Costs:
         return Costs(size=1.0, prediction=1.0, epochs=float(run.recipe.epochs.train))
     info = run.info
     network = network_for(run.recipe, len(info.classes), info.channels, info.size)
-    single = Deterministic(network).to(device_for())
+    numbers = isinstance(info, TableInfo)
+    single = Deterministic(network, loss=run.ensemble.loss if numbers else None).to(device_for())
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    fresh = type(run.ensemble)(network, **RunFolder(run.path).config()["options"]).to(device_for())
+    loss = {"loss": run.ensemble.loss} if numbers else {}
+    fresh = type(run.ensemble)(network, **RunFolder(run.path).config()["options"], **loss).to(device_for())
+    asked, plain = (one.regress if numbers else one.predict for one in (run.ensemble, single))
     with one_thread() as clock:
         return Costs(
             # Without what was learned from held-out images, which the single network's file would hold as well.
             size=_file_size(run.ensemble.calibrate(None)) / _file_size(single),
-            prediction=relative(prediction(run.ensemble.predict, inputs), prediction(single.predict, inputs), clock),
+            prediction=relative(prediction(asked, inputs), prediction(plain, inputs), clock),
             epochs=_epochs(fresh, single, run, clock),
         )
 
@@ -91,6 +95,8 @@ def _epochs(ensemble: Ensemble, single: Ensemble, run: Run, clock: Clock) -> flo
     precision = resolve(recipe.precision, device_for())
     inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
     targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
+    if isinstance(info, TableInfo):
+        targets = torch.zeros(recipe.batch_size, 1, device=inputs.device)
     plain = training_step(single.open(single.plan()[0]), inputs, targets, precision)
     ratios: dict[str, float] = {}
     for stage in ensemble.stages():

@@ -16,7 +16,7 @@ from plures.lab.methods import method_class, method_options
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for
+from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
 from plures.lab.runs.trust import sign
 from plures.lab.training.fit import fit
 from plures.storage import save
@@ -44,6 +44,8 @@ def train(
     method_options(method_class(method), settings)  # complain before data is decoded
     data = data_for(recipe, data_dir)
     network = network_for(recipe, len(data.classes), data.channels, data.size)
+    if recipe.weights is not None:
+        network = with_weights(network, recipe.weights)
     ensemble = ensemble_for(recipe, method, settings, network, begun=RunFolder(run))
     made = Made(method, tuple(settings), recipe_name, sign(recipe.model, method))
     fit(ensemble, data, recipe, run=run, trackers=trackers, made=made)

@@ -29,6 +29,7 @@ from plures.tensors import Moments, canonical, moments, own_tensors, places, res
 Init = Literal["fresh", "given"]
 Kind = Literal["owned", "unfolded", "lean"]
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
+FEW_INPUTS = 4  # of an output that a member owns; below, the split had a worse NLL than the given network (digits)
 log = logging.getLogger("plures")
 
 
@@ -93,6 +94,8 @@ class OrthogonalDropout(Ensemble):
         self.partition.to(next(iter(split.values())).device)
         self.eval()
         self._warn_if_large()
+        if init == "given":
+            self._warn_if_thin()
 
     # Algorithm 1
 
@@ -390,6 +393,21 @@ class OrthogonalDropout(Ensemble):
                 self.split_from,
                 self.members,
                 total / self.plain_bytes,
+            )
+
+    def _warn_if_thin(self) -> None:
+        """Say that members of a trained network get too little of it to start from."""
+        owners = self.partition.owners()
+        thin = [name for name, one in owners.items() if one[0].numel() / self.members < FEW_INPUTS]
+        if 2 * len(thin) >= len(owners):
+            log.warning(
+                "in %d of %d split tensors, such as %s, each of %d members gets fewer than %d inputs of an output, too "
+                "few to keep what the given network knows: take fewer members, or a wider network",
+                len(thin),
+                len(owners),
+                thin[-1],
+                self.members,
+                FEW_INPUTS,
             )
 
 

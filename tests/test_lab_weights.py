@@ -1,0 +1,55 @@
+"""Training from weights that were trained before: `--weights`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from plures.lab.cli.main import main
+from plures.lab.runs.open import open_run
+
+SHORT = ["--epochs.pretrain", "1", "--epochs.prune", "1", "--epochs.finetune", "1", "--epochs.train", "2"]
+SHORT += ["--width", "32", "--members", "2"]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "single"
+    words = ["train", "digits", "--method", "deterministic", "--run", str(folder)]
+    assert main([*words, *SHORT[:-2]]) == 0
+    return folder
+
+
+def stages(run: Path) -> list[str]:
+    return [json.loads(line)["stage"] for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_first_member_needs_no_pretraining(single: Path, tmp_path: Path) -> None:
+    assert main(["train", "digits", "--weights", str(single), "--run", str(tmp_path / "split"), *SHORT]) == 0
+    assert stages(tmp_path / "split")[0] == "member 0 prune"
+    assert open_run(tmp_path / "split").ensemble.init == "given"
+
+
+def test_a_run_and_its_weights_as_a_file_give_the_same_bytes(single: Path, tmp_path: Path) -> None:
+    network = open_run(single).ensemble.checkout(0)
+    save_file(network.state_dict(), tmp_path / "network.safetensors")
+    found = []
+    for name, weights in (("run", single), ("file", tmp_path / "network.safetensors")):
+        assert main(["train", "digits", "--weights", str(weights), "--run", str(tmp_path / name), *SHORT]) == 0
+        found.append(open_run(tmp_path / name).ensemble.tensors())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_weights_that_do_not_fit_are_refused(single: Path, tmp_path: Path, capsys) -> None:
+    def refused(weights: Path, *words: str) -> str:
+        assert main(["train", "digits", "--weights", str(weights), "--run", str(tmp_path / "x"), *SHORT, *words]) == 2
+        return capsys.readouterr().err
+
+    assert "'1.weight' has the shape [32, 64] there and [48, 64] here" in refused(single, "--width", "48")
+    assert "cannot be read" in refused(tmp_path / "nothing.safetensors")
+    (tmp_path / "pickle.pt").write_bytes(b"\x80\x04N.")
+    assert "cannot be read" in refused(tmp_path / "pickle.pt")
+    assert main(["train", "digits", "--run", str(tmp_path / "many"), *SHORT]) == 0
+    assert "holds several networks" in refused(tmp_path / "many")
