@@ -1,5 +1,8 @@
 """An exported file answers as `predict`, for every method, from one file at any batch, without torch."""
 
+import copy
+import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -12,12 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 import networks
 import plures
 from networks import images
-from plures.exporting.answers import ClassAnswer
-from plures.exporting.members import pack_bytes, unpack_bytes
+from plures.calibration import ClassCalibration
+from plures.calling import arguments
+from plures.exporting import int8 as quantised
+from plures.exporting.answers import ClassAnswer, answer_of
+from plures.exporting.members import members_of, pack_bytes, unpack_bytes
+from plures.lab.models import build
 from test_contract import METHODS, RANDOM_PREDICTION, identify, trained
 
 onnx = pytest.importorskip("onnx")
@@ -29,20 +37,34 @@ OUTPUTS = ClassAnswer.outputs
 SPLIT = ("OrthogonalDropout", {"members": 2})
 
 
-def run(path, x, name="inputs"):
+@pytest.fixture(scope="module", autouse=True)
+def one_table_of_operators():
+    """Let torch build its table of ONNX operators once, not in each export: a third of an export's time."""
+    from torch.onnx._internal.exporter import _registration
+
+    table = functools.cache(_registration.ONNXRegistry.from_torchlib)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registration.ONNXRegistry, "from_torchlib", staticmethod(table))
+        yield
+
+
+def run(path, x, name="inputs", outputs=OUTPUTS):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options)
-    assert tuple(output.name for output in session.get_outputs()) == OUTPUTS
-    return [dict(zip(OUTPUTS, session.run(None, {name: part.numpy()}), strict=True)) for part in x]
+    assert tuple(output.name for output in session.get_outputs()) == outputs
+    return [dict(zip(outputs, session.run(None, {name: part.numpy()}), strict=True)) for part in x]
 
 
-def assert_agrees(path, ensemble, x=images, name="inputs"):
+def assert_agrees(path, ensemble, x=images, name="inputs", normalise=lambda batch: batch):
     batches = [x(1), x(3), x(64)]
     for batch, outputs in zip(batches, run(path, batches, name), strict=True):
-        expected = ensemble.predict(batch)
-        for field, values in outputs.items():
-            np.testing.assert_allclose(values, getattr(expected, field), atol=1e-4, rtol=0, err_msg=field)
+        assert_same(outputs, ensemble.predict(normalise(batch)))
+
+
+def assert_same(outputs, expected):
+    for field, values in outputs.items():
+        np.testing.assert_allclose(values, getattr(expected, field), atol=1e-4, rtol=0, err_msg=field)
 
 
 # --- agreement
@@ -63,67 +85,108 @@ class FromPixels(nn.Module):
         return pixels.permute(0, 3, 1, 2).float() / 255
 
 
-def pixels(batch):
-    return torch.randint(0, 256, (batch, 16, 16, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def pixels(batch, size=16, channels=3):
+    shape = (batch, size, size, channels)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("method", ONE_OF_EACH, ids=identify)
-def test_every_method_answers_as_predict(method, tmp_path):
-    ensemble = trained(method, networks.mlp)
+def test_every_method_answers_as_predict_calibrated(method, tmp_path):
+    ensemble = copy.deepcopy(trained(method, networks.mlp))
+    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES, per_member=method == SPLIT)
     plures.export(ensemble, tmp_path / "e.onnx", images(1))
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
-@pytest.mark.parametrize("per_member", [False, True])
-def test_a_calibrated_ensemble_answers_as_predict(per_member, tmp_path):
-    ensemble = trained(SPLIT, networks.mlp)
-    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES, per_member=per_member)
-    plures.export(ensemble, tmp_path / "e.onnx", images(1))
-    assert_agrees(tmp_path / "e.onnx", ensemble)
+TEMPERATURES = st.floats(0.2, 5)
+
+
+@given(st.lists(TEMPERATURES, min_size=3, max_size=3), TEMPERATURES, st.integers(0, 2**31), st.booleans())
+def test_any_calibration_is_answered_as_by_a_prediction(own, temperature, seed, dense):
+    """What is traced, before it is: every temperature, of classes and of maps of classes."""
+    shape = (3, 4, 5, 2, 2) if dense else (3, 4, 5)
+    logits = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    targets = torch.arange(logits[0, :, 0].numel()).reshape(logits[0, :, 0].shape) % 5
+    fitted = ClassCalibration.fit(logits.softmax(2), targets)
+    calibration = dataclasses.replace(
+        fitted, member_temperatures=torch.tensor(own).double(), temperatures=torch.full((3,), temperature).double()
+    )
+    answer = ClassAnswer(nn.Identity(), arguments(logits), calibration=calibration)
+    assert_same(answer(logits), plures.Prediction.from_logits(logits, calibration=calibration))
+
+
+def regression(loss):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
+    ensemble = committed(plures.OrthogonalDropout(network, members=3, optimize_masks=False, loss=loss))
+    return ensemble.calibrate(torch.randn(64, 3), torch.randn(64, 2 if isinstance(loss, plures.GaussianNLL) else 4))
 
 
 def test_a_regression_ensemble_answers_as_regress(tmp_path):
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
-    ensemble = plures.OrthogonalDropout(network, members=3, optimize_masks=False, loss=plures.GaussianNLL())
-    committed(ensemble).calibrate(torch.randn(64, 3), torch.randn(64, 2))
+    ensemble = regression(plures.GaussianNLL())
     plures.export(ensemble, tmp_path / "e.onnx", torch.randn(2, 3))
-    session = onnxruntime.InferenceSession(tmp_path / "e.onnx")
-    names = [output.name for output in session.get_outputs()]
-    assert names == ["mean", "std", "aleatoric", "epistemic", "members"]
-    for batch in (1, 3, 64):
-        x = torch.randn(batch, 3)
-        expected = ensemble.regress(x)
-        for name, values in zip(names, session.run(None, {"inputs": x.numpy()}), strict=True):
-            np.testing.assert_allclose(values, getattr(expected, name), atol=1e-4, err_msg=name)
+    batches = [torch.randn(1, 3), torch.randn(3, 3), torch.randn(64, 3)]
+    names = ("mean", "std", "aleatoric", "epistemic", "members")
+    for batch, outputs in zip(batches, run(tmp_path / "e.onnx", batches, outputs=names), strict=True):
+        assert_same(outputs, ensemble.regress(batch))
+    means, x = regression(F.mse_loss), batches[-1]
+    assert_same(untraced(means, x), means.regress(x))
 
 
-def test_dense_answers_are_refused(tmp_path):
-    dense = plures.Deterministic(nn.Conv2d(3, 2, 1))
-    with pytest.raises(plures.PluresError, match="\\[members, batch, classes\\] can be exported"):
-        plures.export(dense, tmp_path / "e.onnx", torch.randn(1, 3, 4, 4))
-    last = plures.Deterministic(nn.Linear(3, 2), loss=plures.CrossEntropy(class_axis=-1))
-    with pytest.raises(plures.PluresError, match="trained with CrossEntropy.* cannot be exported"):
-        plures.export(last, tmp_path / "e.onnx", torch.randn(1, 5, 3))
+def untraced(ensemble, x):
+    """What a file would answer, before it is traced: most of what can go wrong does so there, and it takes no time."""
+    with torch.no_grad():
+        return answer_of(ensemble, members_of(ensemble), x)(x)
 
 
-@pytest.mark.parametrize("make", [networks.resnet, networks.transformers_vit], ids=identify)
-def test_other_networks_answer_as_predict(make, tmp_path):
-    ensemble = trained(SPLIT, make)
+class Segmenter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x):
+        return self.up(self.down(x).relu())
+
+
+def test_maps_of_classes_are_answered_as_by_predict(tmp_path):
+    torch.manual_seed(0)
+    ensemble = committed(plures.OrthogonalDropout(Segmenter(), members=2, optimize_masks=False))
+    ensemble.calibrate(images(8), torch.randint(0, 5, (8, 16, 16)))
     plures.export(ensemble, tmp_path / "e.onnx", images(2))
     assert_agrees(tmp_path / "e.onnx", ensemble)
+
+
+@pytest.mark.parametrize("name", ["OrthogonalDropout", "DeepEnsemble", "BatchEnsemble", "Deterministic"])
+def test_classes_of_tokens_are_answered_as_by_predict(name):
+    torch.manual_seed(0)
+    tagger = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 5))  # [batch, tokens, classes]
+    ensemble = committed(getattr(plures, name)(tagger, loss=plures.CrossEntropy(class_axis=-1)))
+    x = torch.randn(4, 7, 3)
+    assert untraced(ensemble, x)["probabilities"].shape == (4, 5, 7)
+    assert_same(untraced(ensemble, x), ensemble.predict(x))
+
+
+def resnet18():
+    torch.manual_seed(0)
+    return build("resnet18", networks.CLASSES, 3, width=4)
+
+
+def test_resnet18_answers_as_predict(tmp_path):
+    ensemble = trained(SPLIT, resnet18)
+    plures.export(ensemble, tmp_path / "e.onnx", images(2))
+    assert_agrees(tmp_path / "e.onnx", ensemble)
+
+
+def test_a_vit_of_transformers_answers_as_predict_and_keeps_the_names_of_its_inputs(tmp_path):
+    ensemble = trained(SPLIT, networks.transformers_vit)
+    plures.export(ensemble, tmp_path / "e.onnx", {"pixel_values": images(2)})
+    assert_agrees(tmp_path / "e.onnx", ensemble, name="pixel_values")
 
 
 def test_a_network_that_asks_for_the_length_of_its_batch(tmp_path):
     ensemble = trained(("Deterministic", {"init": "fresh"}), networks.transformer)
     plures.export(ensemble, tmp_path / "e.onnx", images(2))
     assert_agrees(tmp_path / "e.onnx", ensemble)
-
-
-def test_named_inputs_keep_their_names(tmp_path):
-    ensemble = trained(("DeepEnsemble", {"members": 2}), networks.transformers_resnet)
-    plures.export(ensemble, tmp_path / "e.onnx", {"pixel_values": images(2)})
-    assert_agrees(tmp_path / "e.onnx", ensemble, name="pixel_values")
 
 
 def test_the_passes_of_mc_dropout_are_drawn_once(tmp_path):
@@ -193,7 +256,7 @@ def test_a_split_ensemble_has_the_size_of_one_network(tmp_path):
         committed(plures.OrthogonalDropout(wide(), members=5, optimize_masks=False)), tmp_path / "s.onnx", images(2)
     )
     assert split.bytes == (tmp_path / "s.onnx").stat().st_size < 1.12 * one
-    assert split.stored == "one network, with the owners of its weights"
+    assert split.stored == "one network with the owners of its weights"
 
 
 def test_the_file_says_what_it_is_and_nothing_of_this_machine(from_pixels):
@@ -231,18 +294,43 @@ def test_a_process_without_torch_runs_the_file(from_pixels, tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-4)
 
 
-def test_a_deep_ensemble_has_k_sizes_and_int8_a_quarter_of_them(tmp_path):
-    one = sum(parameter.nbytes for parameter in wide().parameters())
-    ensemble = committed(plures.DeepEnsemble(wide(), members=2))
-    whole = plures.export(ensemble, tmp_path / "f.onnx", images(2))
-    assert 2 * one < whole.bytes < 2.05 * one
-    assert whole.stored == "2 networks"
-    small = plures.export(ensemble, tmp_path / "i.onnx", images(2), int8=images(64), classes=list("abcd"))
-    assert small.bytes < 0.3 * whole.bytes
-    assert {entry.key for entry in onnx.load(tmp_path / "i.onnx").metadata_props} == {"plures", "classes"}
-    batches = [images(1), images(64, seed=3)]
-    for batch, outputs in zip(batches, run(tmp_path / "i.onnx", batches), strict=True):
-        np.testing.assert_allclose(outputs["probabilities"], ensemble.predict(batch).probabilities, atol=0.02)
+class Mixed(nn.Module):
+    """A convolution with batch norm, a linear layer on tokens, whose weight is stored turned over, and a wide one."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.BatchNorm2d(16)
+        self.mix, self.wide, self.out = nn.Linear(16, 16), nn.Linear(256, 512), nn.Linear(512, networks.CLASSES)
+
+    def forward(self, x):
+        tokens = self.norm(self.patches(x)).flatten(2).transpose(1, 2)
+        return self.out(self.wide(self.mix(tokens).relu().flatten(1)).relu())
+
+
+def test_int8_weights_are_stored_once_and_answer_with_the_same_bits_as_apart(tmp_path, monkeypatch):
+    apart, together = [], quantised.put_together
+
+    def watched(small, original):
+        apart.append(small.SerializeToString())
+        together(small, original)
+
+    monkeypatch.setattr(quantised, "put_together", watched)
+    torch.manual_seed(0)
+    ensemble = committed(plures.OrthogonalDropout(Mixed(), members=3, optimize_masks=False))
+    one = sum(parameter.nbytes for parameter in ensemble.network.parameters())
+    found = plures.export(ensemble, tmp_path / "i.onnx", images(2), int8=images(8), classes=list("abcd"))
+    assert found.stored == "one network with the owners of its weights in int8"
+    assert found.bytes < 0.5 * one < 0.75 * one < len(apart[0])
+    model = onnx.load(tmp_path / "i.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert {entry.key for entry in model.metadata_props} == {"plures", "classes"}
+    stored = [name for name in (one.name for one in model.graph.initializer) if name.endswith("_int8")]
+    assert len(stored) == 3  # the convolution's, the turned one's, the wide one's
+    for batch in (images(1), images(64, seed=3)):
+        (small,), (large,) = run(tmp_path / "i.onnx", [batch]), run(apart[0], [batch])
+        for field in OUTPUTS:
+            np.testing.assert_array_equal(small[field], large[field])
+        np.testing.assert_allclose(small["probabilities"], ensemble.predict(batch).probabilities, atol=0.02)
 
 
 # --- bad input
@@ -311,10 +399,9 @@ def test_a_run_becomes_a_file_that_takes_pixels(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["bytes"] == (tmp_path / "digits.onnx").stat().st_size
     opened = open_run(folder)
-    pixels = torch.randint(0, 256, (5, 8, 8, 1), dtype=torch.uint8)
-    (outputs,) = run(tmp_path / "digits.onnx", [pixels])
-    expected = opened.ensemble.predict(opened.info.normalise(pixels))
-    np.testing.assert_allclose(outputs["members"], expected.members, atol=1e-5)
+    assert_agrees(
+        tmp_path / "digits.onnx", opened.ensemble, lambda batch: pixels(batch, 8, 1), "inputs", opened.info.normalise
+    )
     about = {entry.key: json.loads(entry.value) for entry in onnx.load(tmp_path / "digits.onnx").metadata_props}
     assert about["classes"] == list(opened.info.classes)
     assert about["preprocessing"]["mean"] == list(opened.info.mean)
@@ -327,4 +414,6 @@ def test_int8_tells_the_accuracy_that_it_costs(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
     folder = Path(__file__).parent / "data/v0.1/runs/deep-ensemble"
     assert main(["export", str(folder), str(tmp_path / "digits.onnx"), "--int8"]) == 0
-    assert re.search(r"accuracy on \d+ test images: [\d.]+ % in float32, [\d.]+ % in int8", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert "bytes, 3 networks in int8" in said
+    assert re.search(r"accuracy on \d+ test images: [\d.]+ % in float32, [\d.]+ % in int8", said)

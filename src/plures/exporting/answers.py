@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from plures.calibration import ClassCalibration, NumberCalibration
 from plures.calling import Arguments, arguments
 from plures.ensemble import Ensemble
-from plures.errors import PluresError
-from plures.losses import GaussianNLL, class_axis, is_for_numbers, mean_and_variance, name_of
+from plures.losses import GaussianNLL, is_for_numbers, mean_and_variance
 from plures.metrics.arrays import TINY
 
 
@@ -67,15 +66,13 @@ class ClassAnswer(Answer):
 
     def say(self, given: Tensor) -> tuple[Tensor, ...]:
         """Turn the members' logits into probabilities and doubts."""
-        if given.dim() != 3:
-            raise PluresError(f"the members return {list(given.shape)}; only [members, batch, classes] can be exported")
-        members = given.float().softmax(-1)
+        members = given.float().softmax(2)
         mean = warmed = members.mean(0)
         if any(own != 1 for own in self.own_temperatures):
             warmed = torch.stack([_tempered(members[i], own) for i, own in enumerate(self.own_temperatures)]).mean(0)
         probabilities = warmed if self.temperature == 1 else _tempered(warmed, self.temperature)
-        confidence, label = probabilities.max(-1)
-        total, aleatoric = _entropy(mean), _entropy(members).mean(0)
+        confidence, label = probabilities.max(1)
+        total, aleatoric = _entropy(mean, 1), _entropy(members, 2).mean(0)
         epistemic = (total - aleatoric).clamp_min(0)
         return probabilities, label, confidence, total, aleatoric, epistemic, members
 
@@ -124,11 +121,6 @@ def answer_of(
     if is_for_numbers(ensemble.loss):
         scales = ensemble.calibration if isinstance(ensemble.calibration, NumberCalibration) else None
         return NumberAnswer(members, like, preprocess, scales, variance=isinstance(ensemble.loss, GaussianNLL))
-    if class_axis(ensemble.loss) != 1:
-        raise PluresError(
-            f"an ensemble trained with {name_of(ensemble.loss)} cannot be exported: only classifiers can that return "
-            "logits [batch, classes], and networks that return numbers"
-        )
     temperatures = ensemble.calibration if isinstance(ensemble.calibration, ClassCalibration) else None
     return ClassAnswer(members, like, preprocess, temperatures)
 
@@ -157,8 +149,8 @@ def filled(like: Arguments, values: Sequence[Tensor]) -> Arguments:
 
 def _tempered(probabilities: Tensor, temperature: float) -> Tensor:
     """Apply a temperature as `plures.metrics.tempered` does, by operations that every runtime has."""
-    return (probabilities.clamp_min(TINY).log() / temperature).softmax(-1)
+    return (probabilities.clamp_min(TINY).log() / temperature).softmax(1)
 
 
-def _entropy(probabilities: Tensor) -> Tensor:
-    return (probabilities * -probabilities.clamp_min(TINY).log()).sum(-1).clamp_min(0)
+def _entropy(probabilities: Tensor, axis: int) -> Tensor:
+    return (probabilities * -probabilities.clamp_min(TINY).log()).sum(axis).clamp_min(0)

@@ -14,7 +14,9 @@ from plures.checks import one_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.exporting.answers import Answer, ClassAnswer, answer_of, named_tensors
+from plures.exporting.int8 import int8_bytes
 from plures.exporting.members import SplitMembers, members_of
+from plures.exporting.onnxfile import onnx_bytes
 from plures.exporting.program import program_of, quiet
 from plures.files import replacing
 from plures.version import __version__
@@ -64,7 +66,8 @@ def export(
     With `preprocess` the file starts with that module: `example_inputs` are then what the module takes, such as uint8
     pixels. Class names and `metadata` go into the file as JSON. A split ensemble is stored at about the size of one
     network, since its members are cut out when the file is loaded. With `int8`, a few hundred inputs for calibration,
-    onnxruntime quantises the layers; measure what it costs on data of your own.
+    onnxruntime quantises the layers, and the weights of a split ensemble stay stored once; measure what it costs on
+    data of your own.
 
     The passes of MC dropout are drawn at export, once for all samples: the file answers the same whenever it is asked.
     """
@@ -74,18 +77,19 @@ def export(
         raise PluresError(f"int8 is made by onnxruntime, and {path} is written as {chosen}: use format='onnx'")
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
-    written = _need_onnx(int8 is not None) if chosen == "onnx" else None
+    if chosen == "onnx":
+        _need_onnx(int8 is not None)
     members = members_of(ensemble)
     answer = answer_of(ensemble, members, example_inputs, preprocess)
-    stored = _stored(members, apart=int8 is not None)
+    stored = _stored(members) + (" in int8" if int8 is not None else "")
     about = _about(ensemble, answer, stored, classes, metadata)
     program = program_of(answer, seed=getattr(ensemble, "seed", 0))
-    if written is None:
+    if chosen == "pt2":
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)
     else:
-        contents = written.onnx_bytes(program, list(named_tensors(answer.like)), answer.outputs, about)
-        contents = contents if int8 is None else written.int8_bytes(contents, int8, about)
+        contents = onnx_bytes(program, list(named_tensors(answer.like)), answer.outputs, about)
+        contents = contents if int8 is None else int8_bytes(contents, int8, about)
         with replacing(path) as beside:
             beside.write_bytes(contents)
     return Exported(path, chosen, path.stat().st_size, stored)
@@ -99,22 +103,19 @@ def _format(path: Path, given: str | None) -> Format:
     return "onnx" if found == "onnx" else "pt2"
 
 
-def _need_onnx(int8: bool) -> Any:
+def _need_onnx(int8: bool) -> None:
     """Import what ONNX needs, or say which extra brings it."""
     try:
         for name in ("onnx", "onnxscript", *(["onnxruntime"] if int8 else [])):
             import_module(name)
     except ModuleNotFoundError as error:
         raise PluresError(f"writing ONNX needs {error.name}: pip install 'plures[export]'") from error
-    return import_module("plures.exporting.onnxfile")
 
 
-def _stored(members: nn.Module, apart: bool) -> str:
+def _stored(members: nn.Module) -> str:
     if not isinstance(members, SplitMembers):
         return "one network that all members share"
-    if apart or not members.owners:
-        return f"{members.count} networks"
-    return "one network, with the owners of its weights"
+    return "one network with the owners of its weights" if members.owners else f"{members.count} networks"
 
 
 def _about(

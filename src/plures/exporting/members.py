@@ -11,6 +11,7 @@ from torch.func import functional_call
 from plures.calling import logits_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.losses import Loss, classes_second
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.tensors import canonical, tensors
 
@@ -32,6 +33,7 @@ class SplitMembers(nn.Module):
         if not trained:
             raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
         self.count = len(trained)
+        self.loss: Loss = ensemble.loss
         networks = [ensemble.checkout(member) for member in trained]
         self._first_names = canonical(networks[0])
         states = [tensors(network) for network in networks]
@@ -52,14 +54,14 @@ class SplitMembers(nn.Module):
         self._network = (networks[0].to("meta"),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all members, [members, batch, classes]."""
+        """Return the logits of all members, [members, batch, classes, ...]."""
         (network,) = self._network
         parts = {name: kept() for name, kept in self._kept.items()}
         logits = []
         for index in range(self.count):
             named = {name: parts[first](index) for name, first in self._first_names.items()}
             logits.append(logits_of(functional_call(network, named, args, kwargs, tie_weights=False, strict=True)))
-        return torch.stack(logits)
+        return classes_second(torch.stack(logits), self.loss)
 
 
 class _Stacked(nn.Module):
@@ -116,8 +118,9 @@ def unpack_bytes(packed: Tensor, base: int, count: int) -> Tensor:
     >>> unpack_bytes(torch.tensor([29, 2], dtype=torch.uint8), base=5, count=4)
     tensor([4, 0, 1, 2], dtype=torch.int32)
     """
-    powers = _powers(base).int().to(packed.device)
-    return packed.int().unsqueeze(1).floor_divide(powers).remainder(max(base, 2)).reshape(-1)[:count]
+    # Division of whole numbers takes a file many more operators. The half keeps every quotient away from whole ones.
+    quotients = ((packed.float() + 0.5).unsqueeze(1) / _powers(base).float().to(packed.device)).floor().int()
+    return quotients.remainder(max(base, 2)).reshape(-1)[:count]
 
 
 def _powers(base: int) -> Tensor:
@@ -133,10 +136,12 @@ class DrawnPasses(nn.Module):
         ensemble.require_trained()
         self.network = ensemble.network
         self.passes = ensemble.passes
+        self.loss: Loss = ensemble.loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all passes, [passes, batch, classes]."""
-        return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
+        """Return the logits of all passes, [passes, batch, classes, ...]."""
+        logits = [logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)]
+        return classes_second(torch.stack(logits), self.loss)
 
 
 def members_of(ensemble: Ensemble) -> nn.Module:
