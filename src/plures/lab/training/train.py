@@ -16,8 +16,7 @@ from plures.lab.methods import method_class, method_options
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
-from plures.lab.runs.trust import sign
+from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, sign, with_weights
 from plures.lab.training.fit import fit
 from plures.storage import save
 
