@@ -258,7 +258,7 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
     )
     words = ["train", "--method", "own_methods:Pair", "--set", "init=given", *SMALL]
     with monkeypatch.context() as patch:
-        patch.setattr("plures.lab.training.train.evaluate", lambda *_: 1 / 0)
+        patch.setattr("plures.lab.training.fit.evaluate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(words)
     run = Path("runs/digits-pair-seed0")
@@ -344,7 +344,7 @@ def test_an_interrupted_training_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("plures.lab.training.train.fit", interrupted)
+    monkeypatch.setattr("plures.lab.training.fit.fit", interrupted)
     assert main(["train", "--run", str(tmp_path / "run"), *SMALL]) == 130
     assert "the same command resumes" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ from plures.lab.report.page import AT_ONCE, render
 from plures.lab.report.summary import summary
 from plures.lab.runs.config import Made, describe, train_command
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
-from plures.lab.training.train import train
+from plures.lab.training.fit import train
 
 SMALL = replace(
     get_recipe("digits"),

@@ -13,7 +13,7 @@ from plures.lab.paper.published import Published
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.timing.costs import Costs
-from plures.lab.training.train import train
+from plures.lab.training.fit import train
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.webdriver.chrome.options import Options  # noqa: E402

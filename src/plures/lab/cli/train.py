@@ -69,8 +69,8 @@ class Train:
         """Train, and show what came out."""
         from plures.lab import tables
         from plures.lab.methods import method_class, takes
+        from plures.lab.training.fit import train
         from plures.lab.training.progress import duration
-        from plures.lab.training.train import train
 
         if "members" in self.given and not takes(method_class(self.method), "members"):
             raise PluresError(f"{self.method} has no members to count: leave out --members {self.settings.members}")

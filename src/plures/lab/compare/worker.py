@@ -25,7 +25,7 @@ def describe(job: Job, data_dir: Path | None) -> str:
 
 def make(description: str) -> None:
     """Train and measure the run that was described."""
-    from plures.lab.training.train import train
+    from plures.lab.training.fit import train
 
     values = json.loads(description)
     if Path(values["folder"]).is_dir():

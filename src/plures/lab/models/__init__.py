@@ -1,7 +1,71 @@
-"""Network architectures, as plain functions that return modules."""
+"""Network architectures, as plain functions that return modules, and how a name becomes one of them."""
 
-from plures.lab.models.build import build, mlp
-from plures.lab.models.resnet import resnet8, resnet18, resnet20, resnet50
-from plures.lab.models.wide_resnet import wide_resnet, wide_resnet28_10
+import inspect
+from collections.abc import Callable
+
+from torch import nn
+
+from plures.checks import unknown
+from plures.errors import PluresError
+from plures.lab.methods import imported, is_code
+from plures.lab.models.resnet import (
+    check_sizes,
+    resnet8,
+    resnet18,
+    resnet20,
+    resnet50,
+    wide_resnet,
+    wide_resnet10_2,
+    wide_resnet28_10,
+)
 
 __all__ = ["build", "mlp", "resnet8", "resnet18", "resnet20", "resnet50", "wide_resnet", "wide_resnet28_10"]
+
+
+def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
+    """Make `depth` hidden layers of `width` units for images of size x size pixels."""
+    check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
+    layers: list[nn.Module] = [nn.Flatten()]
+    inputs = channels * size * size
+    for _ in range(depth):
+        hidden = nn.Linear(inputs, width)
+        nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
+        nn.init.zeros_(hidden.bias)
+        layers += [hidden, nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, classes))
+
+
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    function.__name__: function
+    for function in (resnet8, resnet18, resnet20, resnet50, wide_resnet, wide_resnet10_2, wide_resnet28_10, mlp)
+}
+
+
+def build(model: str, classes: int, channels: int, **options: object) -> nn.Module:
+    """Make a network from a built-in name or from any importable `module:function`.
+
+        build("resnet18", classes=10, channels=3, width=16)
+        build("mypackage.networks:small", classes=10, channels=3, size=32)
+
+    The function is called with `classes` and `channels` and with those of the options that its signature accepts. The
+    module may lie in the working directory.
+    """
+    if not is_code(model) and model not in BUILT_IN:
+        raise unknown("model", model, [*BUILT_IN, "module:function"])
+    function = imported("model", model) if is_code(model) else BUILT_IN[model]
+    try:
+        accepted = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise PluresError(f"the model {model!r} must be a function or class written in Python") from None
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    if not takes_all and not {"classes", "channels"} <= set(accepted):
+        raise PluresError(f"the model {model!r} must accept classes= and channels=, but takes ({', '.join(accepted)})")
+    chosen = options if takes_all else {name: value for name, value in options.items() if name in accepted}
+    try:
+        network = function(classes=classes, channels=channels, **chosen)
+    except (RuntimeError, MemoryError) as error:  # a network that memory has no room for, for example
+        raise PluresError(f"the model {model!r} cannot be made: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(network, nn.Module):
+        raise PluresError(f"the model {model!r} must return a torch.nn.Module, but returned {type(network).__name__}")
+    return network
