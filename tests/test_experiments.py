@@ -26,11 +26,10 @@ from plures.lab.cli.main import main
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
-from plures.lab.compare.pool import OUTPUT, Processes, run_all
+from plures.lab.compare.pool import OUTPUT, Processes, describe, make, run_all
 from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, published, rows_of, with_costs
 from plures.lab.compare.table import as_csv, columns, markdown
-from plures.lab.compare.worker import describe, make
 from plures.lab.models import build
 from plures.lab.paper.draw import draw
 from plures.lab.paper.published import TABLE1, TABLE3, Published
@@ -191,8 +190,8 @@ def test_a_failed_run_stops_no_other_and_tells_why(tmp_path: Path, capsys: pytes
 def test_a_killed_process_fails_its_own_run_only(tmp_path: Path) -> None:
     long = replace(SHORT, epochs=Epochs(train=10**6))
     with Processes(2, None) as pool:
-        endless = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0"))
-        short = pool.submit(Job(SHORT, Variant("deterministic"), tmp_path / "digits/short/seed-0"))
+        endless = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0", "digits"))
+        short = pool.submit(Job(SHORT, Variant("deterministic"), tmp_path / "digits/short/seed-0", "digits"))
         assert short.result() is None
         while not (tmp_path / "digits/endless/seed-0/log.jsonl").exists():
             done, _ = wait([endless], timeout=0.05)
@@ -206,7 +205,7 @@ def test_a_killed_process_fails_its_own_run_only(tmp_path: Path) -> None:
 def test_leaving_the_pool_ends_its_processes(tmp_path: Path, begun: bool) -> None:
     long = replace(SHORT, epochs=Epochs(train=10**6))
     with Processes(1, None) as pool:
-        running = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0"))
+        running = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0", "digits"))
         while begun and not pool._running:
             wait([running], timeout=0.01)
     assert running.done()
@@ -214,7 +213,7 @@ def test_leaving_the_pool_ends_its_processes(tmp_path: Path, begun: bool) -> Non
 
 
 def test_a_run_that_another_process_makes_is_left_alone(tmp_path: Path) -> None:
-    job = Job(SHORT, Variant("deterministic"), tmp_path / "digits/taken/seed-0")
+    job = Job(SHORT, Variant("deterministic"), tmp_path / "digits/taken/seed-0", "digits")
     with RunFolder(job.run).locked(), Processes(1, None) as pool:
         (job.run / OUTPUT).write_text("what the other says\n")
         reason = pool.submit(job).result()
@@ -346,11 +345,14 @@ def test_rows_put_seeds_together_and_name_what_differs(finished: tuple[Compariso
     rows = rows_of([runs])
     assert {row.name: [run.seed for run in row.runs] for row in rows} == {name: [0, 1] for name in METHODS}
     longer = Job(
-        Variant("deep-ensemble", longer=2).recipe(SHORT), Variant("deep-ensemble"), tmp_path / "digits/x/seed-0"
+        Variant("deep-ensemble", longer=2).recipe(SHORT),
+        Variant("deep-ensemble"),
+        tmp_path / "digits/x/seed-0",
+        "digits",
     )
     split = Variant("orthogonal-dropout", ("classifier=split",))
     make(describe(longer, None))
-    make(describe(Job(SHORT, split, tmp_path / "digits/y/seed-0"), None))
+    make(describe(Job(SHORT, split, tmp_path / "digits/y/seed-0", "digits"), None))
     names = {row.name for row in rows_of([runs, tmp_path])}
     assert "orthogonal-dropout classifier=split" in names
     assert any(name.startswith("deep-ensemble ") and "epochs.train=4" in name for name in names)
@@ -361,7 +363,7 @@ def test_unfinished_and_unlike_runs_are_refused(finished: tuple[Comparison, Path
     _, runs = finished
     with pytest.raises(PluresError, match="holds no run"):
         rows_of([tmp_path])
-    other = Job(replace(SHORT, limit=110), Variant("deterministic"), tmp_path / "digits/other/seed-0")
+    other = Job(replace(SHORT, limit=110), Variant("deterministic"), tmp_path / "digits/other/seed-0", "digits")
     make(describe(other, None))
     with pytest.raises(PluresError, match="different data"):
         rows_of([runs, tmp_path])

@@ -21,13 +21,11 @@ from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
 from plures.lab.compare.rows import rows_of
 from plures.lab.compare.table import columns
-from plures.lab.looks import LOOKS, looks_of
-from plures.lab.methods import METHOD_NAMES, method_class, takes
+from plures.lab.methods import LOOKS, METHOD_NAMES, looks_of, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.report.gather import Answers, Detail, gather
-from plures.lab.report.page import AT_ONCE, render
-from plures.lab.report.summary import summary
+from plures.lab.report.page import AT_ONCE, render, summary
 from plures.lab.runs.config import Made, describe, train_command
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.training.fit import train

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 
 from plures.lab.compare.rows import Row, rows_of
 from plures.lab.evaluation.trust import measured_trust
-from plures.lab.looks import Look, looks_of, place_of
+from plures.lab.methods import Look, looks_of, place_of
 from plures.lab.timing.machine import machine
 
 DOCS = Path(__file__).parent.parent

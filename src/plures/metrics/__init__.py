@@ -5,7 +5,6 @@ that prediction needs (`entropy`, `uncertainty`, `tempered`) keep device and dty
 Where probabilities are [samples, classes], dense ones [samples, classes, ...] with targets [samples, ...] do as well.
 """
 
-from plures.metrics.calibration import CalibrationTable, calibration_table, ece, temperature, tempered
 from plures.metrics.classification import (
     RiskCoverage,
     accuracy,
@@ -17,7 +16,18 @@ from plures.metrics.classification import (
     nll,
     risk_coverage,
 )
-from plures.metrics.doubt import OutOfDistribution, Uncertainty, entropy, ood, uncertainty
+from plures.metrics.confidence import (
+    CalibrationTable,
+    OutOfDistribution,
+    Uncertainty,
+    calibration_table,
+    ece,
+    entropy,
+    ood,
+    temperature,
+    tempered,
+    uncertainty,
+)
 from plures.metrics.regression import (
     gaussian_crps,
     gaussian_nll,

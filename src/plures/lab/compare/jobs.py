@@ -74,12 +74,12 @@ class Job:
     recipe: Recipe
     variant: Variant
     run: Path
-    recipe_name: str = ""
+    recipe_name: str
 
     @property
     def name(self) -> str:
         """What people call it."""
-        return f"{self.recipe_name or self.run.parent.parent.name}, {self.variant.name}, seed {self.recipe.seed}"
+        return f"{self.recipe_name}, {self.variant.name}, seed {self.recipe.seed}"
 
     def as_json(self) -> dict[str, Any]:
         """Give what another process needs to make the run."""

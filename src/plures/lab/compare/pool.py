@@ -1,11 +1,20 @@
-"""Where runs are made: in processes of this machine, or by the workers of a Ray cluster."""
+"""Where runs are made: in processes of this machine, or by the workers of a Ray cluster.
+
+    python -m plures.lab.compare.pool < job.json
+
+makes one run. A process of its own: a crash takes nothing else along, and no run slows another by its threads. The job
+is one line of standard input; when standard input ends, the process that asked for the run is gone, and this one ends,
+too. Standard output has the reason if the run fails; all else goes to standard error.
+"""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -19,7 +28,6 @@ import torch
 from plures.errors import PluresError
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.progress import Watch
-from plures.lab.compare.worker import describe, reason_of
 from plures.lab.runs.folder import RunFolder
 
 TICK = 1.0  # seconds between looks at the progress
@@ -125,7 +133,7 @@ class Processes(AbstractContextManager["Processes"]):
             self._slots.put(slot)
 
     def _start(self, errors: Any, slot: int) -> "subprocess.Popen[str] | None":
-        command = [sys.executable, "-m", "plures.lab.compare.worker"]
+        command = [sys.executable, "-m", "plures.lab.compare.pool"]
         pipe = subprocess.PIPE
         with self._lock:
             if self._closed:
@@ -235,3 +243,66 @@ def _on_worker(description: str, output: str) -> Reason:
     torch.set_num_threads(1)
     with Path(output).open("a") as file, contextlib.redirect_stderr(file):
         return reason_of(description)
+
+
+def describe(job: Job, data_dir: Path | None) -> str:
+    """Put a job into one line for another process, which may have been started elsewhere."""
+    values = {"data_dir": None if data_dir is None else str(data_dir), "folder": str(Path.cwd())}
+    return json.dumps(job.as_json() | values | {"data": os.environ.get("PLURES_DATA")})
+
+
+def make(description: str) -> None:
+    """Train and measure the run that was described."""
+    from plures.lab.training.fit import train
+
+    values = json.loads(description)
+    if Path(values["folder"]).is_dir():
+        os.chdir(values["folder"])  # relative paths mean what they meant to the caller
+    data_dir = values["data_dir"] or values["data"]
+    job = Job.from_json(values)
+    where = None if data_dir is None else Path(data_dir)
+    train(
+        job.recipe,
+        job.variant.method,
+        job.run,
+        settings=job.variant.settings,
+        recipe_name=job.recipe_name,
+        data_dir=where,
+    )
+
+
+def reason_of(description: str) -> str | None:
+    """Make a run and say in one line why it failed, if it did; unexpected errors show their traceback, too."""
+    try:
+        make(description)
+    except PluresError as error:
+        return str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def main() -> int:
+    """Make the run that standard input describes and return the exit code."""
+    description = sys.stdin.readline()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        reason = reason_of(description)
+    except KeyboardInterrupt:
+        return 130
+    if reason is not None:
+        print(reason, flush=True)
+        return 2
+    return 0
+
+
+def _end_with_parent() -> None:
+    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    os._exit(143)  # at once: what is saved is complete
+
+
+if __name__ == "__main__":
+    sys.exit(main())

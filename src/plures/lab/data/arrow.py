@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plures.errors import PluresError
-from plures.lab.data.contents import SPLIT_NAMES, Contents, Picture, by_split
-from plures.lab.data.pictures import folders_in, ordinary, read_file, reading
+from plures.lab.data.pictures import SPLIT_NAMES, Contents, Picture, by_split, folders_in, ordinary, read_file, reading
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")

@@ -28,8 +28,7 @@ from rich.progress import track
 
 from plures.errors import PluresError
 from plures.files import digest, write
-from plures.lab.data.contents import Contents, Picture, Pictures
-from plures.lab.data.pictures import decode, is_grey, open_picture, to_pixels, to_square
+from plures.lab.data.pictures import Contents, Picture, Pictures, decode, is_grey, open_picture, to_pixels, to_square
 from plures.lab.data.sources import Source, expanded
 
 FORMAT = 1  # counts changes of what the files hold

@@ -28,8 +28,16 @@ from plures.lab.data.arrow import (
     read_parquet,
     split_of_file,
 )
-from plures.lab.data.contents import SPLIT_NAMES, Contents, Picture, by_split
-from plures.lab.data.pictures import folders_in, pictures_below, read_file, reading
+from plures.lab.data.pictures import (
+    SPLIT_NAMES,
+    Contents,
+    Picture,
+    by_split,
+    folders_in,
+    pictures_below,
+    read_file,
+    reading,
+)
 from plures.lab.data.split import stratified
 from plures.lab.data.table import TABLES
 

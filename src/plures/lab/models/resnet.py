@@ -1,4 +1,4 @@
-"""Residual networks (He et al., 2016), and wide ones (Zagoruyko and Komodakis, 2016), which activate before they convolve.
+"""Residual networks (He et al., 2016), and wide ones (Zagoruyko and Komodakis, 2016), which activate first.
 
 Modules and tensors have the names that torchvision gives them, so that its weights can be loaded.
 """

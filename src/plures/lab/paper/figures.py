@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures.errors import PluresError
-from plures.lab.looks import Look, looks_of
+from plures.lab.methods import Look, looks_of
 from plures.lab.paper.canvas import (
     BARS,
     INK,

@@ -9,7 +9,7 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Variant
 from plures.lab.compare.rows import Row
 from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
-from plures.lab.looks import LOOKS
+from plures.lab.methods import LOOKS
 from plures.lab.paper.published import (
     FROM_MIMO_PAPER,
     MC_DROPOUT_NOTE,
