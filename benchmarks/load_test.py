@@ -48,8 +48,8 @@ def server(pipe: Connection, width: int) -> None:
     from plures.lab.recipes import get_recipe
     from plures.lab.runs.open import Run
     from plures.lab.serving.app import make_app
-    from plures.lab.serving.limits import Limits
-    from plures.lab.serving.model import Model
+    from plures.lab.serving.batching import Model
+    from plures.lab.serving.requests import Limits
 
     torch.manual_seed(0)
     ensemble = plures.OrthogonalDropout(build("resnet18", 10, 3, width=width), members=5, optimize_masks=False)

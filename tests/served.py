@@ -19,8 +19,8 @@ from PIL import Image
 
 from plures.lab.runs.open import open_run
 from plures.lab.serving.app import make_app
-from plures.lab.serving.limits import Limits
-from plures.lab.serving.model import Model
+from plures.lab.serving.batching import Model
+from plures.lab.serving.requests import Limits
 
 Answer = tuple[int, Any]
 

@@ -22,7 +22,7 @@ from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.serving.batching import Batcher
 from plures.lab.serving.counters import Histogram
-from plures.lab.serving.limits import Limits, Refused
+from plures.lab.serving.requests import Limits, Refused
 from served import bad_requests, form, png, post, post_json, request, serving
 
 RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"

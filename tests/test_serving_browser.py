@@ -16,7 +16,7 @@ from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-from plures.lab.serving.limits import Limits  # noqa: E402
+from plures.lab.serving.requests import Limits  # noqa: E402
 from served import png, serving  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

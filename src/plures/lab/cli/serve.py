@@ -55,8 +55,8 @@ class Serve:
         """Serve until told to end."""
         whole_number("port", self.port, least=0, most=65535)
         try:
-            from plures.lab.serving.limits import Limits
-            from plures.lab.serving.serve import serve
+            from plures.lab.serving.app import serve
+            from plures.lab.serving.requests import Limits
         except ModuleNotFoundError as error:
             raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
         limits = Limits(self.max_bytes, self.max_pixels, self.max_pictures, self.queue, self.batch, self.wait)

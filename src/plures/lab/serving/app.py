@@ -1,7 +1,8 @@
-"""The paths of the server."""
+"""The server: its paths, and what `plures serve` runs."""
 
 import asyncio
 import html
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +10,16 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 
 from plures.errors import PluresError
-from plures.lab.serving.batching import Batcher
+from plures.lab.runs.open import Run
+from plures.lab.serving.batching import Batcher, Model, Row
 from plures.lab.serving.counters import Counters
-from plures.lab.serving.limits import Limits, Refused
-from plures.lab.serving.model import Model, Row
-from plures.lab.serving.requests import Asked, prepare, read_request
+from plures.lab.serving.requests import Asked, Limits, Refused, prepare, read_request
 from plures.version import __version__
 
 DECODERS = 2  # pictures decoded at once: each may take hundreds of megabytes for a moment
@@ -175,3 +176,33 @@ def reference(schema: dict[str, Any]) -> str:
 
 def _file(name: str) -> str:
     return files("plures.lab.serving").joinpath(name).read_text(encoding="utf-8")
+
+
+MOST_CONNECTIONS = 128
+SECONDS_TO_END = 30  # that requests have to end when the server is stopped
+
+
+def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server:
+    """Make the server of a run, not started yet."""
+    config = uvicorn.Config(
+        make_app(Model(run), limits),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=SECONDS_TO_END,
+    )
+    return uvicorn.Server(config)
+
+
+def serve(run: Run, host: str, port: int, limits: Limits) -> None:
+    """Serve a run until SIGINT or SIGTERM; requests that are under way are answered first."""
+    server = server_for(run, host, port, limits)
+    print(f"http://{host}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    try:
+        server.run()
+    except SystemExit as ended:  # uvicorn's way to say that the port is taken
+        if ended.code:
+            raise PluresError(f"cannot listen on {host}:{port}: is the port taken? name another with --port") from None

@@ -1,10 +1,11 @@
-"""From the bytes of a request to pictures."""
+"""From the bytes of a request to pictures, what a server takes from strangers, and how it says no."""
 
 import asyncio
 import base64
 import binascii
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,39 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
+from plures.checks import number, whole_number
 from plures.errors import PluresError, visible
 from plures.lab.data.pictures import centre, decode, open_picture, to_pixels, to_square
 from plures.lab.data.split import DataInfo
-from plures.lab.serving.limits import Limits, Refused
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bound what requests may cost: memory, time, and how many wait."""
+
+    bytes: int = 16 * 2**20  # of a request; what is longer is answered with 413
+    pixels: int = 40_000_000  # of a picture, before it is decoded: 413
+    pictures: int = 64  # of a request: 413
+    queue: int = 512  # pictures that wait for the network: 503 beyond
+    batch: int = 64  # pictures in the network at once
+    wait: float = 0.004  # seconds that the first picture of a batch waits for others
+    read: float = 20.0  # seconds that a client may take to send its request: 408
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "pixels", "pictures", "queue", "batch"):
+            whole_number(name, getattr(self, name))
+        number("wait", self.wait, "0 seconds or more", above=-1e-9)
+        number("read", self.read, "a number of seconds above 0", above=0)
+
+
+class Refused(Exception):  # noqa: N818 (it is an answer)
+    """End a request with a status and one sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+
 
 HOW = 'send multipart/form-data with files, or application/json {"images": [base64, ...]}'
 
@@ -117,12 +147,12 @@ def _from_json(body: bytes) -> tuple[list[Picture], Any]:
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise Refused(422, f"the JSON has no list of texts `images`: {HOW}")
     pictures = []
-    for number, image in enumerate(images):
+    for place, image in enumerate(images):
         try:
             encoded = base64.b64decode(image.partition(",")[2] if image.startswith("data:") else image, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise Refused(422, f"image {number} is not base64: {HOW}") from error
-        pictures.append(Picture(f"image {number}", encoded))
+            raise Refused(422, f"image {place} is not base64: {HOW}") from error
+        pictures.append(Picture(f"image {place}", encoded))
     return pictures, asked.get("abstain_below")
 
 
