@@ -31,9 +31,8 @@ from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, published, rows_of, with_costs
 from plures.lab.compare.table import as_csv, columns, markdown
 from plures.lab.models import build
-from plures.lab.paper.draw import draw
 from plures.lab.paper.published import TABLE1, TABLE3, Published
-from plures.lab.paper.targets import TARGETS, Scale
+from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.costs import relative

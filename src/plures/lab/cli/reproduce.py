@@ -95,8 +95,7 @@ class Reproduce:
     def _make(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab.compare import table as write
         from plures.lab.compare.compare import compare
-        from plures.lab.paper.draw import draw
-        from plures.lab.paper.targets import TARGETS
+        from plures.lab.paper.targets import TARGETS, draw
 
         folder = write.writable(self.out)
         found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
