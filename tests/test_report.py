@@ -133,9 +133,11 @@ def test_every_section_is_there_and_listed_at_the_top(html: str) -> None:
 
 
 def test_the_table_shows_the_means_of_metrics_json(html: str, runs: Path) -> None:
-    rows = {cells[0][1]: cells[1:] for cells in Page(html).rows[1:4]}
+    first, second = Page(html).rows[:4], Page(html).rows[4:8]  # quality, and calibration
+    both = [one + other[1:] for one, other in zip(first, second, strict=True)]
+    rows = {cells[0][1]: cells[1:] for cells in both[1:]}
     assert set(rows) == {"deterministic", "orthogonal-dropout", "mc-dropout passes=12"}
-    titles = [text.rstrip("\N{NO-BREAK SPACE}↑↓") for _, text in Page(html).rows[0]][1:]
+    titles = [text.rstrip("\N{NO-BREAK SPACE}↑↓") for _, text in both[0]][1:]
     folders = {
         "deterministic": [runs / "single"],
         "orthogonal-dropout": [runs / "deep" / "down" / "seed-0", runs / "deep" / "down" / "seed-1"],
