@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from plures import PluresError, metrics
 from plures.ensemble import Ensemble, Stage, Step
 from plures.lab.data import Data, DataInfo, Split
+from plures.lab.evaluation.corruptions import CORRUPTIONS
 from plures.lab.evaluation.evaluate import evaluate, evaluate_ood, evaluate_shift, predictions, scores
-from plures.lab.evaluation.shift import CORRUPTIONS
 
 INFO = DataInfo("stripes", ("dark", "bright"), 1, 4, 4, False, (0.5,), (0.25,))
 

@@ -10,7 +10,7 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from plures.lab.evaluation.shift import CORRUPTIONS, KINDS, SEVERITIES, Corruption, fractal
+from plures.lab.evaluation.corruptions import CORRUPTIONS, KINDS, SEVERITIES, Corruption, fractal
 from plures.seeding import generator
 
 

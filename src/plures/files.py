@@ -70,3 +70,18 @@ def digest(*parts: Any, length: int = 16) -> str:
     for part in parts:
         total.update(part)
     return total.hexdigest()[:length]
+
+
+def sealed(text: str) -> str:
+    """Put the checksum of a text before it, so that `unsealed` can tell whether it has changed.
+
+    >>> unsealed(sealed("plures")), unsealed(sealed("plures") + "!")
+    ('plures', None)
+    """
+    return f"{digest(text.encode())} {text}"
+
+
+def unsealed(text: str) -> str | None:
+    """Take the checksum off again; None where the text is not the one that was sealed."""
+    checksum, _, plain = text.partition(" ")
+    return plain if checksum == digest(plain.encode()) else None

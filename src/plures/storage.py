@@ -16,10 +16,10 @@ from plures import calibration, losses
 from plures.checks import whole_number
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
-from plures.files import digest, replacing
+from plures.files import replacing, sealed, unsealed
 from plures.losses import Loss
 from plures.methods import METHODS
-from plures.tensors import aliases, check_network, tensors
+from plures.tensors import aliases, check_network, checksum, tensors
 from plures.version import __version__
 
 FORMAT = 1
@@ -64,15 +64,14 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
             "own_loss": ensemble.loss is not F.cross_entropy,
             "loss": losses.as_json(ensemble.loss),
             "calibration": calibration.kind_of(ensemble.calibration),
-            "checksums": {name: _checksum(tensor) for name, tensor in stored.items()},
+            "checksums": {name: checksum(tensor) for name, tensor in stored.items()},
         },
         separators=(",", ":"),
     )
     # One entry: the order of several is not defined, and equal ensembles must give equal bytes.
-    metadata = {"plures": f"{digest(document.encode())} {document}"}
     with replacing(path) as beside:
         try:
-            save_file(stored, beside, metadata=metadata)
+            save_file(stored, beside, metadata={"plures": sealed(document)})
         except SafetensorError as error:  # its way to say that the disk is full
             raise OSError(str(error)) from error
 
@@ -148,7 +147,7 @@ def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str,
                 if name not in checksums:
                     raise PluresError(f"{path} is damaged: tensor {name!r} is missing")
                 tensor: Tensor = file.get_tensor(name)
-                if _checksum(tensor) != checksums[name]:
+                if checksum(tensor) != checksums[name]:
                     raise PluresError(f"{path} is damaged: tensor {name!r} does not match its checksum")
                 return tensor
 
@@ -196,8 +195,8 @@ def _method(path: Path, name: str, given: type[Ensemble] | None) -> type[Ensembl
 def _document(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if metadata is None or "plures" not in metadata:
         raise PluresError(f"{path} was not written by plures.save: its header has no 'plures' entry")
-    checksum, _, text = metadata["plures"].partition(" ")
-    if checksum != digest(text.encode()):
+    text = unsealed(metadata["plures"])
+    if text is None:
         raise PluresError(f"{path} is damaged: its header does not match its checksum")
     document: dict[str, Any] = json.loads(text, parse_constant=_refuse_constant)
     whole_number("format", document["format"])
@@ -235,9 +234,3 @@ def _same_shapes(path: Path, given: dict[str, list[int]], stored: dict[str, list
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise PluresError(f"{path} was saved from another network; {'; '.join(differing[:3])}{more}")
-
-
-def _checksum(tensor: Tensor) -> str:
-    """Cover type and shape with the bytes, so that a header entry cannot change unseen."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return digest(f"{tensor.dtype}{list(tensor.shape)}".encode(), data)

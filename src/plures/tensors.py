@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from plures.errors import PluresError
+from plures.files import digest
 from plures.seeding import generator
 
 Moments = dict[str, tuple[float, float]]
@@ -181,3 +182,9 @@ def inner_names(names: Iterable[str]) -> dict[str, str]:
     {'bn.weight': '0:bn/weight'}
     """
     return {name: f"{index}:{name.replace('.', '/')}" for index, name in enumerate(names)}
+
+
+def checksum(tensor: Tensor) -> str:
+    """Give the checksum of a tensor on the CPU: type and shape count with the bytes, so that no header can lie."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return digest(f"{tensor.dtype}{list(tensor.shape)}".encode(), data)

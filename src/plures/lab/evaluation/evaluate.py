@@ -15,7 +15,7 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.guarantees import held_out_for_coverage
 from plures.lab.data import Data, Split, TableInfo
-from plures.lab.evaluation.shift import CORRUPTIONS
+from plures.lab.evaluation.corruptions import CORRUPTIONS
 from plures.prediction import Predictor
 
 BATCH = 256  # images in the network at once

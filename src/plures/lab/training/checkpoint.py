@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plures.errors import PluresError
-from plures.files import digest
+from plures.files import sealed, unsealed
+from plures.tensors import checksum
 
 
 class Position(NamedTuple):
@@ -31,7 +32,7 @@ def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
         for name, tensor in _tensors(stage, optimizer).items()
     }
     document = json.dumps({"position": position._asdict(), "checksums": _checksums(stored)})
-    contents: bytes = save(stored, metadata={"stage": f"{digest(document.encode())} {document}"})
+    contents: bytes = save(stored, metadata={"stage": sealed(document)})
     return contents
 
 
@@ -93,8 +94,8 @@ def _document(contents: bytes) -> tuple[Position, dict[str, str] | None]:
         header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])["__metadata__"]
         if "stage" not in header:
             return _position(json.loads(header["position"])), None
-        expected, _, text = header["stage"].partition(" ")
-        if digest(text.encode()) != expected:
+        text = unsealed(header["stage"])
+        if text is None:
             raise damaged("its header does not match its checksum")
         document = json.loads(text)
         return _position(document["position"]), document["checksums"]
@@ -111,11 +112,7 @@ def _position(values: Any) -> Position:
 
 
 def _checksums(stored: Mapping[str, Tensor]) -> dict[str, str]:
-    """Cover type and shape with the bytes, so that a header entry cannot change unseen."""
-    return {
-        name: digest(f"{one.dtype}{list(one.shape)}".encode(), one.reshape(-1).view(torch.uint8).numpy().data)
-        for name, one in stored.items()
-    }
+    return {name: checksum(tensor) for name, tensor in stored.items()}
 
 
 def damaged(reason: Any) -> PluresError:

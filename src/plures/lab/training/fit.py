@@ -3,7 +3,6 @@
 `fit` trains an ensemble, `train` makes a whole run: it builds the ensemble of a recipe, fits it and measures it.
 """
 
-import hashlib
 import json
 import logging
 import tempfile
@@ -30,6 +29,7 @@ from plures.lab.training.distributed import Processes
 from plures.lab.training.loop import StageLoop
 from plures.lab.training.progress import Display
 from plures.storage import refill, save
+from plures.tensors import checksum
 
 log = logging.getLogger("plures")
 
@@ -189,11 +189,8 @@ class _Run:
 
 def _refuse_different_starts(ensemble: Ensemble, processes: Processes) -> None:
     if processes.world > 1:
-        digest = hashlib.sha256()
-        for tensor in ensemble.tensors().values():
-            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         processes.check_equal(
-            digest.hexdigest(),
+            "".join(checksum(tensor.cpu()) for tensor in ensemble.tensors().values()),
             "the processes start from different ensembles: call torch.manual_seed with one number before making the "
             "network",
         )
