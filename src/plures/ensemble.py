@@ -288,8 +288,6 @@ def file_line(stored: float, plain: float) -> str:
 def as_stored(tensor: Tensor, dtype: torch.dtype | None, like: Tensor | None = None) -> Tensor:
     """Bring a tensor into the form that a file holds: weights in the dtype asked for, vectors and buffers as they are.
 
-        as_stored(network.fc.weight, torch.bfloat16)
-
     `like` is the tensor of the network that this one stands for, if it is another.
     """
     like = tensor if like is None else like

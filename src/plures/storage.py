@@ -113,8 +113,6 @@ def load(
 def refill(ensemble: Ensemble, path: str | Path) -> None:
     """Bring an ensemble to where a file is that an ensemble of the same network, method and options wrote.
 
-        refill(ensemble, "runs/first/partial.safetensors")
-
     It keeps its loss.
     """
     path = Path(path)

@@ -56,8 +56,6 @@ def moments(network: nn.Module) -> Moments:
 def draw(name: str, like: Tensor, known: Moments, seed: int, *key: object) -> Tensor:
     """Draw one tensor afresh: normal, with the moments that the network's own initialiser had.
 
-        weight = draw("fc.weight", network.fc.weight, moments(network), seed, "member", 2)
-
     The scale is what an initialiser is about, so any network starts as its author meant it to, without our knowing its
     class. Drawn on the CPU, so that every device and every process gets the same numbers.
     """
@@ -154,8 +152,6 @@ def shell(network: Structure) -> Structure:
 
 def overwrite(tensor: Tensor, value: Tensor, name: str) -> None:
     """Copy a value into a tensor of the same shape; one that would only broadcast is refused.
-
-        overwrite(network.fc.weight, file.get_tensor("fc.weight"), "fc.weight")
 
     Numbers with fractions may come in another precision; all else must have the very type.
     """

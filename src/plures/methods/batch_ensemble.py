@@ -146,8 +146,6 @@ class Factors(nn.Module):
 def with_half_gradient(parameter: Tensor) -> Tensor:
     """Give the same values, through which half the gradient flows.
 
-        with_half_gradient(alpha)
-
     The factors of the authors' code learn at half the rate of the weights. Half plus half is exact in floating point.
     """
     half = parameter * 0.5

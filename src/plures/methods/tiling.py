@@ -134,8 +134,6 @@ class _Hooks:
 def around(layer: nn.Module, change: Around) -> None:
     """Put a change around a layer, in place; a change that is a module becomes part of the layer as `.members`.
 
-        around(network.conv1, Factors(...))
-
     The layer stays what it is, so code that asks for its type, its width or the dtype of its weight still works.
     """
     if isinstance(change, nn.Module):

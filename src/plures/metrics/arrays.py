@@ -63,8 +63,6 @@ def is_right(values: Tensor, labels: Tensor) -> Tensor:
 def distributions(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
     """Check values whose rows are distributions over the classes; they come back as float32 or float64.
 
-        members = distributions("members", members, rank=3, dense=True)
-
     The classes are the last axis. Where `dense` values may have further axes after it, it is moved to the end.
     """
     checked = numbers(name, values, rank, dense)

@@ -109,8 +109,6 @@ class Row:
 def rows_of(folders: Sequence[Path]) -> list[Row]:
     """Read run folders, or all that lie below the given ones, and put those that differ in their seed only together.
 
-        rows = rows_of([Path("runs/digits")])
-
     Refuses runs that are not finished, and runs of different data.
     """
     groups: dict[str, list[Finished]] = {}
@@ -127,8 +125,6 @@ def rows_of(folders: Sequence[Path]) -> list[Row]:
 
 def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None) -> list[Row]:
     """Complete the rows of a comparison: what was measured of their costs before, and what was published.
-
-        make_rows([Row("mimo", (Finished.read(Path("runs/digits/mimo/seed-0")),))])
 
     `paper` holds what was published, by name; without it, it is looked up. Refuses runs of different data.
     """

@@ -79,8 +79,6 @@ class Column:
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Give the columns of a comparison; those that no row has a figure for are left out.
 
-        [[column.cell(row) for column in columns(rows)] for row in rows]
-
     What matters most comes first: a narrow screen shows no more than fits.
     """
     every = [

@@ -84,8 +84,6 @@ def defocus_blur(images: Tensor, disk: tuple[float, float], streams: Streams) ->
 def motion_blur(images: Tensor, trail: tuple[float, float], streams: Streams) -> Tensor:
     """Draw every pixel out along a line of random angle, as a camera that moves does; radius and deviation in pixels.
 
-        motion_blur(images, (6, 1.5), streams)
-
     The weights and places are those of ImageMagick's MotionBlurImage, which the published images were made with.
     """
     radius, deviation = (_grown(images) * length for length in trail)
@@ -153,8 +151,6 @@ def jpeg(images: Tensor, quality: int, streams: Streams) -> Tensor:
 
 def elastic(images: Tensor, stretch: tuple[float, float, float], streams: Streams) -> Tensor:
     """Pull three points of the image apart and shake it locally; all constants are parts of the side.
-
-        elastic(images, (0.08, 0.06, 0.06), streams)
 
     They are how far pixels move, over which distance neighbours move alike, and how far the three points may move.
     """

@@ -29,8 +29,6 @@ Spoil = Callable[[Tensor, int], Tensor]
 def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
     """Measure on the test images, with the temperature fitted on the validation images; on a table, its test rows.
 
-        evaluate(ensemble, data)["nll"]
-
     The values are JSON: what cannot be computed (the agreement of one member, a temperature without validation
     images) is None.
     """

@@ -16,8 +16,6 @@ Stem = Literal["cifar", "imagenet"]
 def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
     """Make the first convolution and the pooling after it.
 
-        conv1, pool = stem_layers("imagenet", channels=3, width=64)
-
     "cifar" keeps small images at their size (3x3, no pooling); "imagenet" divides the sides by four (7x7 stride 2,
     then 3x3 maximum stride 2).
     """
@@ -142,8 +140,6 @@ class ResNet(nn.Module):
 def resnet8(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
     """Make the smallest CIFAR ResNet: three stages of one block.
 
-        network = resnet8(classes=10, channels=1, width=8)
-
     78,042 parameters for 10 classes.
     """
     return ResNet(BasicBlock, [1, 1, 1], classes, channels, width, stem)
@@ -151,8 +147,6 @@ def resnet8(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifa
 
 def resnet20(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
     """Make the CIFAR ResNet of 20 layers: three stages of three blocks.
-
-        network = resnet20(classes=10)
 
     272,474 parameters for 10 classes: 2,752 more than in the paper (269,722), because shortcuts that change the width
     are 1x1 convolutions with batch norm (the paper's option B), as in all other networks here, not padding (option A).
@@ -240,8 +234,6 @@ def wide_resnet(
     classes: int, channels: int = 3, depth: int = 28, widen: int = 10, width: int = 16, stem: Stem = "cifar"
 ) -> WideResNet:
     """Make a wide ResNet of any depth (6 n + 4).
-
-        network = wide_resnet(classes=10, depth=16, widen=4)
 
     The three stages have width x widen channels, twice and four times as many.
     """

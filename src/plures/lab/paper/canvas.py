@@ -65,8 +65,6 @@ class Mark:
 def open_axes(host: Axes, ours: Sequence[float], marks: Sequence[Mark]) -> tuple[Axes, Axes]:
     """Lay axes into a host, with the range of our values, and draw the paper's; return them and the lowest ones.
 
-        axes, lowest = open_axes(host, [70.0, 71.2], [Mark(0, 93.9, look)])
-
     Values of the paper that would take much of the range from ours go into a strip beyond a broken axis.
     """
     host.set_axis_off()

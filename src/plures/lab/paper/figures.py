@@ -95,8 +95,6 @@ SCORES: dict[str, Pick] = {
 def member_bars(panels: Mapping[str, Sequence[Bars]], stem: Path) -> list[Path]:
     """Draw figure 1, the accuracy of each member, as PDF, PNG and SVG; return their paths.
 
-        member_bars({"CIFAR10": groups}, Path("docs/figure1"))
-
     The ensemble is a line above its members, the paper's mean member a hollow marker. Over several seeds, bars and
     lines are means, with one standard deviation around them. More than ten members become a box of quartiles and range.
     """
@@ -117,8 +115,6 @@ def member_bars(panels: Mapping[str, Sequence[Bars]], stem: Path) -> list[Path]:
 
 def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[Path]:
     """Draw figures 2 and 3, scores against the number of members, as PDF, PNG and SVG; return their paths.
-
-        against_members({"CIFAR10": series, "CIFAR100": others}, Path("docs/figure2"))
 
     One row per data set; lines are means over seeds, the bands around them one standard deviation, and the paper's
     values hollow markers, in a strip of its own scale where they lie far from ours.

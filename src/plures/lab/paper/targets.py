@@ -108,8 +108,6 @@ def ablation_columns(rows: Sequence[Row]) -> list[Column]:
 def member_counts(recipe: str) -> tuple[Variant, ...]:
     """List the runs of figure 2: an orthogonal dropout for each number of members, and the largest deep ensembles.
 
-        member_counts("digits")
-
     The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
     """
     return (

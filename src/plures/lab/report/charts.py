@@ -101,8 +101,6 @@ def agreement_matrix(detail: Detail, low: float, says: str) -> Markup:
 def confidence_histogram(detail: Detail, highest: tuple[float, float], says: str) -> Markup:
     """Draw how confident right answers are, upwards, and wrong ones, downwards, each as a share of its kind.
 
-        confidence_histogram(detail, (0.9, 0.3), "Right answers have a confidence of 91 % on average, wrong ones 55 %.")
-
     `highest` are the largest shares of right and of wrong answers that must fit.
     """
     drawing = Drawing(WIDTH, 200)

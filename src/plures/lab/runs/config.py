@@ -69,8 +69,6 @@ def environment() -> dict[str, str | None]:
 def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
     """Give the words that a run was made with.
 
-        made_of(RunFolder("runs/first").config()).settings
-
     Older versions did not store them: there, the settings are all options that differ from the constructor's defaults.
     A default of None is left to the network, and such an option is named only where it must be `exact`.
     """

@@ -66,8 +66,6 @@ def large_ratios(
 ) -> Iterator[Ratio | LeftOut]:
     """Measure a large network, and its predictions at the batch sizes that it gets through in reasonable time.
 
-        for found in large_ratios(WIDE_RESNET, "float32"): print(found)
-
     Predictions are in float32, and also in bf16 where the processor is made for it.
     """
     yield from step_ratios(subject, 4, precision, rounds)

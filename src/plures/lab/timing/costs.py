@@ -129,8 +129,6 @@ class MethodCost:
 def method_costs(batch: int, precision: str, rounds: int) -> Iterator[MethodCost]:
     """Measure every method with five members (MC dropout: 30 passes) on ResNet18-CIFAR.
 
-        for cost in method_costs(batch=16, precision="float32", rounds=2): print(cost)
-
     A step is one batch of the first stage: of one member where they train one after the other, else of all. Prediction
     is of one batch by the ensemble's own forward.
     """

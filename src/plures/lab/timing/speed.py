@@ -76,8 +76,6 @@ def mask_ratios(rounds: int) -> Iterator[Ratio]:
 def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
     """Compare training on batches from the pipeline with training on one batch that lies ready.
 
-        for ratio in data_ratios(rounds=3): print(ratio)
-
     The images are the digits of scikit-learn, whose small network leaves the pipeline the least time to hide in.
     """
     data = open_data("digits")
@@ -116,8 +114,6 @@ def prediction_ratios(
 ) -> Iterator[Ratio]:
     """Compare the engines, the ensemble's own forward and vmap with k plain networks run one after the other.
 
-        for ratio in prediction_ratios(RESNET18, batch=128, precision="float32", rounds=3): print(ratio)
-
     With `engines_only` the two engines alone, without a run to warm up: for passes of some seconds.
     """
     ensemble = finished(subject.make(), members)
@@ -140,8 +136,6 @@ def affordable_ratios(
     subject: Subject, sizes: Sequence[int], precision: str, rounds: int, *, members: int = 5
 ) -> Iterator[Ratio | LeftOut]:
     """Compare predictions at each of the batch sizes that a large network gets through in reasonable time.
-
-        for found in affordable_ratios(WIDE_RESNET, [1, 32, 128], "float32", rounds=2): print(found)
 
     What a pass of k plain networks will take is computed from one image. Up to 32 images it may take ten seconds,
     above that a few.

@@ -62,8 +62,6 @@ def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
 def prime(optimizer: Optimizer) -> None:
     """Make all tensors that an optimizer makes at its first step, so that a state can be copied into them.
 
-        prime(optimizer)
-
     A momentum of zero gives the same first step as none; Adam's tensors start at zero anyway.
     """
     for group in optimizer.param_groups:

@@ -165,8 +165,6 @@ def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:
 def resolve(precision: str, device: torch.device) -> Literal["no", "bf16", "fp16"]:
     """Turn "auto" into bf16 where the device multiplies in it, and into full precision elsewhere.
 
-        resolve("auto", torch.device("cpu"))
-
     A processor without such instructions can compute in bf16, too, but many times more slowly.
     """
     if precision != "auto":

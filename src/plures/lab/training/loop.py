@@ -219,8 +219,6 @@ END = START / 1e4
 def learning_rate(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -> float:
     """Give the rate of one optimizer step, counted from 0, of a stage of `steps` steps.
 
-        learning_rate(recipe, step=0, steps=2340, steps_per_epoch=78)
-
     The warm-up multiplies the schedule, which counts from the first step: milestones stay where they are.
     """
     factor = _factor(recipe, step / steps)

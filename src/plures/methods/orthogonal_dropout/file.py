@@ -50,8 +50,6 @@ def to_tensors(split: Split, draft: nn.Module | None, dtype: torch.dtype | None)
 def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, stored: Stored) -> None:
     """Refuse a number of members that a file does not hold, or roles that it was not written with.
 
-        check_stored(network, roles, 5, stored)
-
     Owners and weights of split tensors are compared when they are read: they take no more room than the network.
     """
     whole_number("members", members, least=2, most=MOST_MEMBERS)

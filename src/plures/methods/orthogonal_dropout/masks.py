@@ -152,8 +152,6 @@ def largest(rank: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
 def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     """Cut one member out of a weight that holds all of them: zero where it is not the owner.
 
-        member_weight = owned_part(weight, owners, member=2)
-
     The zeros are positive to the bit, and the memory layout is the weight's own: another one would take another kernel,
     which rounds differently.
     """
@@ -177,8 +175,6 @@ def plain(weight: Tensor) -> bool:
 def cut(weight: Tensor, mine: Callable[[slice], NDArray[np.bool_]], scale: Tensor | None = None) -> Tensor:
     """Keep some rows of a weight where `mine` is set, and multiply them by a scale of as many rows.
 
-        part = cut(weight, lambda rows: owners[rows] == member)
-
     Done by bits, so few rows at a time that what lies between the operations stays in the cache: several times faster,
     and in less memory, than a choice by booleans.
     """
@@ -201,8 +197,6 @@ _MASKED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, str]) -> None:
     """Put masks on the named weights of a network, whose `places` are `at`; tied weights stay tied and get one mask.
-
-        put_on(network, {"fc.weight": Keep(mask)}, places(network))
 
     Torch makes a class for every layer that it parametrizes. Layers of one kind get one class here: to the compiler all
     stages then look alike, and it compiles a few of them instead of all.

@@ -95,8 +95,6 @@ def resolve_roles(
 ) -> tuple[dict[str, Role], Classifier | None]:
     """Say what becomes of the classifier; return the roles, and in a word what became of it.
 
-        roles, classifier = resolve_roles(network, None, "fixed")
-
     Left out, the classifier keeps the role that `roles` gave it.
     """
     one_of("classifier", classifier, (None, *get_args(Classifier)))
