@@ -19,10 +19,9 @@ from plures.lab.models import resnet8
 from plures.lab.recipes import get_recipe
 from plures.lab.timing import bench, costs, estimates, owned, size, speed
 from plures.lab.timing.costs import MethodCost
-from plures.lab.timing.measure import LeftOut, Ratio, race, timed
+from plures.lab.timing.measure import CLASSES, LeftOut, Ratio, Subject, finished, images, race, timed
 from plures.lab.timing.size import allocator_peak, memory_ratios
 from plures.lab.timing.speed import TextbookTopK, affordable_ratios, bf16_ratio, data_ratios, stacked
-from plures.lab.timing.subjects import CLASSES, Subject, finished, images
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.native import library
 

@@ -11,7 +11,7 @@ import networks
 import plures
 from plures import PluresError
 from plures.lab.models import resnet18
-from plures.lab.timing.subjects import VisionTransformer
+from plures.lab.timing.measure import VisionTransformer
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned import Owned
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
@@ -222,8 +222,8 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
 @pytest.mark.parametrize("threads", [1, None])
 def test_the_benchmark_measures_the_engine(threads) -> None:
     from plures.lab.models import resnet8
+    from plures.lab.timing.measure import CLASSES, Subject
     from plures.lab.timing.owned import growth_ratio, owned_ratio
-    from plures.lab.timing.subjects import CLASSES, Subject
 
     small = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
     found = [

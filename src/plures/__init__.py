@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from plures.methods.orthogonal_dropout.method import OrthogonalDropout
     from plures.methods.orthogonal_dropout.partition import Partition
     from plures.methods.orthogonal_dropout.roles import Role, roles
-    from plures.methods.packed_ensemble.method import PackedEnsemble
+    from plures.methods.packed_ensemble import PackedEnsemble
     from plures.storage import load, save
 
 _HOMES = {

@@ -9,5 +9,5 @@ METHODS = {
     "BatchEnsemble": "plures.methods.batch_ensemble",
     "MIMO": "plures.methods.mimo",
     "Masksembles": "plures.methods.masksembles",
-    "PackedEnsemble": "plures.methods.packed_ensemble.method",
+    "PackedEnsemble": "plures.methods.packed_ensemble",
 }

@@ -7,8 +7,7 @@ from markupsafe import Markup
 
 from plures.lab.compare.rows import Row
 from plures.lab.evaluation.trust import kept_trust
-from plures.lab.report.charts import WIDTH, limits_of, percent_ticks
-from plures.lab.report.drawing import Drawing, Panel, nice_ticks, whole_ticks
+from plures.lab.report.charts import WIDTH, Drawing, Panel, limits_of, nice_ticks, percent_ticks, whole_ticks
 from plures.lab.report.gather import Detail
 from plures.lab.report.sections import Figure, Section
 from plures.lab.tables import percent

@@ -10,7 +10,7 @@ import torch
 from plures import files
 from plures.lab.timing.costs import MethodCost, method_costs
 from plures.lab.timing.machine import machine
-from plures.lab.timing.measure import LeftOut, Ratio
+from plures.lab.timing.measure import RESNET18, TRANSFORMER, WIDE_RESNET, LeftOut, Ratio, Subject
 from plures.lab.timing.owned import owned_ratios
 from plures.lab.timing.size import file_ratios, memory_ratios
 from plures.lab.timing.speed import (
@@ -21,7 +21,6 @@ from plures.lab.timing.speed import (
     prediction_ratios,
     step_ratios,
 )
-from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject
 from plures.lab.training.distributed import resolve
 
 

@@ -17,8 +17,18 @@ from plures.lab.data import TableInfo
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, device_for, network_for, open_run
-from plures.lab.timing.measure import Action, Clock, one_thread, prediction, race, timed, training_step
-from plures.lab.timing.subjects import RESNET18, first_step, images
+from plures.lab.timing.measure import (
+    RESNET18,
+    Action,
+    Clock,
+    first_step,
+    images,
+    one_thread,
+    prediction,
+    race,
+    timed,
+    training_step,
+)
 from plures.lab.training.distributed import resolve
 from plures.methods.deterministic import Deterministic
 from plures.storage import save

@@ -7,9 +7,20 @@ from contextlib import nullcontext
 
 import torch
 
-from plures.lab.timing.measure import Action, LeftOut, Ratio, one_thread, timed
+from plures.lab.timing.measure import (
+    RESNET18,
+    TRANSFORMER,
+    WIDE_RESNET,
+    Action,
+    LeftOut,
+    Ratio,
+    Subject,
+    finished,
+    images,
+    one_thread,
+    timed,
+)
 from plures.lab.timing.size import held, owned_memory
-from plures.lab.timing.subjects import RESNET18, TRANSFORMER, WIDE_RESNET, Subject, finished, images
 from plures.native import library
 
 # Network, granularity, members, batch and bar (AVX-512, AVX2): the bar of a CPU without either is AVX2's.

@@ -11,8 +11,19 @@ from torch.nn import functional as F
 
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.models import resnet8
-from plures.lab.timing.measure import Action, LeftOut, Ratio, prediction, race, timed, training_step
-from plures.lab.timing.subjects import Subject, finished, first_step, images
+from plures.lab.timing.measure import (
+    Action,
+    LeftOut,
+    Ratio,
+    Subject,
+    finished,
+    first_step,
+    images,
+    prediction,
+    race,
+    timed,
+    training_step,
+)
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout

@@ -1,1 +1,0 @@
-"""Packed-Ensembles, with the layers that run narrow members side by side."""
