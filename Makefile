@@ -9,7 +9,9 @@ TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: demo test lint types attack bench load-test docs docs-site digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
-	$(BIN)/python -m plures.lab.demo
+	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
+	$(BIN)/plures report runs/demo/digits --out runs/demo/report.html
+	@echo 'Try next: $(BIN)/plures evaluate runs/demo/digits/orthogonal-dropout/seed-0 --shift'
 
 test: $(READY) lint types  ## lint, types, tests
 	$(TEST_THREADS) $(BIN)/python -m pytest -n 2
