@@ -274,7 +274,7 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, monkeypatch, chang
 
 def test_a_killed_process_is_continued_by_another(tmp_path, uninterrupted):
     run = tmp_path / "run"
-    code = f"import test_lab_engine as t, sys\nt.train({str(run)!r}, trackers=[t.Announcing()])\n"
+    code = f"import test_lab_training as t, sys\nt.train({str(run)!r}, trackers=[t.Announcing()])\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
     )
@@ -636,7 +636,7 @@ import sys
 from pathlib import Path
 
 import plures
-import test_lab_engine as t
+import test_lab_training as t
 from plures.lab.training.fit import fit
 from plures.lab.runs.folder import RunFolder
 
