@@ -137,7 +137,7 @@ def test_weights_may_be_stored_in_half_precision(tmp_path, dtype: torch.dtype) -
 def test_some_members_are_read_without_the_others(saved, monkeypatch) -> None:
     whole = plures.load(saved, network())
     read: list[str] = []
-    monkeypatch.setattr("plures.storage._checksum", spy(plures.storage._checksum, read))
+    monkeypatch.setattr("plures.storage.checksum", spy(plures.storage.checksum, read))
     part = plures.load(saved, network, members=[2, 0])
     assert part(IMAGES).equal(whole(IMAGES)[[0, 2]])
     assert part.checkout(2)(IMAGES).equal(whole(IMAGES)[2])
