@@ -10,10 +10,13 @@ from torch.nn import functional as F
 import networks
 import plures
 from plures import PluresError
+from plures.calling import logits_of
 from plures.lab.models import resnet18
+from plures.lab.timing import size
 from plures.lab.timing.measure import VisionTransformer
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned import Owned
+from plures.methods.orthogonal_dropout.engines.owned_tree import Tree
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.native import library
 
@@ -61,6 +64,62 @@ class PreActivation(nn.Module):
         return self.head(F.relu(x).mean((2, 3)))
 
 
+class DecidesByInputs(nn.Module):
+    """torch.fx cannot follow it; every member decides alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.grouped = nn.Conv2d(16, 16, 3, padding=1, groups=2)
+        self.scaled = Scaled()
+        self.again = self.scaled
+        self.head = nn.Linear(16, networks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 100:
+            x = x - 100
+        x = F.relu(self.norm(self.stem(x)), inplace=True)
+        for _ in range(int(x.shape[-1] > 4)):
+            x = self.again(self.scaled(x + self.grouped(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(1, 16, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class DecidesByActivations(DecidesByInputs):
+    """What it decides may differ from member to member."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        return self.head((x if x.mean() > 0 else -x).mean((2, 3)))
+
+
+class MixesSamples(DecidesByInputs):
+    """Its answer to a sample depends on the others in the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x / x.sum() if x.sum() > 0 else x)
+        return self.head((x - x.mean(0)).mean((2, 3)))
+
+
+class ChoosesRows(DecidesByInputs):
+    """Some of its rows go another way, as many as the values say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).mean((2, 3)) if x.mean() < 100 else x
+        x[x[:, 0] > 0] *= 2.0
+        rows = torch.where(x[:, 0] > x[:, 0].mean())[0]
+        return self.head(x).index_add(0, rows, self.head(x[rows]))
+
+
 def vision_transformer() -> nn.Module:
     return VisionTransformer(width=16, depth=2, heads=2)
 
@@ -73,6 +132,13 @@ MAKES = [
     vision_transformer,
     networks.reproducible(Mixed),
     networks.reproducible(PreActivation),
+]
+ALL = [(make, granularity) for make in MAKES for granularity in ("weight", "kernel", "block")]
+UNTRACEABLE = [
+    (networks.reproducible(DecidesByInputs), "kernel"),
+    (networks.transformer, "weight"),
+    (networks.transformers_vit, "block"),
+    (networks.transformers_resnet, "kernel"),
 ]
 
 
@@ -95,22 +161,71 @@ def trained(network: nn.Module, members: int = 3, **options: object) -> plures.O
 
 
 @needs_library
-@pytest.mark.parametrize("granularity", ["weight", "kernel", "block"])
-@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
-def test_members_are_those_of_checkout(make, granularity) -> None:
+@pytest.mark.parametrize(
+    ("make", "granularity"), [*ALL, *UNTRACEABLE], ids=lambda value: getattr(value, "__name__", value)
+)
+def test_members_are_those_of_checkout(make, granularity, caplog) -> None:
     ensemble = trained(make(), granularity=granularity)
     engine = ensemble.engine("owned")
     assert isinstance(engine, Owned)
     for batch in (1, 7, 9, 20):
         images = pictures(make, batch)
         with torch.no_grad():
-            expected = torch.stack([ensemble.checkout(member)(images) for member in range(3)])
+            expected = torch.stack([logits_of(ensemble.checkout(member)(images)) for member in range(3)])
             found = engine(images)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     some = engine.predict(images, members=[2, 0], batch_size=6).members
     torch.testing.assert_close(some, expected[[2, 0]].softmax(-1), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(ensemble.engine("owned", fold=False)(images), found, rtol=1e-4, atol=1e-4)
+    assert not caplog.records, "nothing ran as a network of its own"
+
+
+@needs_library
+def test_what_cannot_be_traced_runs_layer_by_layer() -> None:
+    engine = trained(DecidesByInputs(), granularity="kernel", classifier="fixed").engine("owned")
+    assert isinstance(engine.network, Tree)
+    assert engine.one_by_one == ["grouped", "scaled", "again"]
+    engine = trained(networks.transformers_vit(), classifier="fixed").engine("owned")
+    assert engine.one_by_one == ["vit.embeddings"]
+    before = size.held(engine)
+    engine.predict(networks.images(2))
+    assert size.held(engine) < before / 2, "the members with which it was compared are gone"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(DecidesByActivations, "decides by its activations"), (ChoosesRows, "decides by"), (MixesSamples, "differ by")],
+)
+def test_members_that_one_pass_cannot_run_are_networks_of_their_own(make, reason, caplog) -> None:
+    ensemble = trained(networks.reproducible(make)())
+    engine = ensemble.engine("owned")
+    images = networks.images(9)
+    with torch.no_grad():
+        expected = torch.stack([ensemble.checkout(member)(images) for member in range(3)])
+        for _ in range(2):
+            torch.testing.assert_close(engine(images), expected)
+            torch.testing.assert_close(engine.predict(images, members=[2]).members, expected[[2]].softmax(-1))
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    assert engine.one_by_one == ["stem", "norm", "grouped", "scaled", "head"]
+
+
+@needs_library
+def test_a_decision_that_comes_later_is_refused() -> None:
+    class Late(DecidesByInputs):
+        late = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x) if x.mean() < 100 else x
+            return self.head(x.mean((2, 3)) if not Late.late or x.mean() > 0 else -x.mean((2, 3)))
+
+    engine = trained(Late()).engine("owned")
+    engine.predict(networks.images(3))
+    Late.late = True
+    with pytest.raises(PluresError, match=r"decides by its activations \(__bool__\).*unfolded"):
+        engine.predict(networks.images(3))
 
 
 @pytest.mark.parametrize("make", [networks.mlp, networks.reproducible(Mixed)], ids=["mlp", "mixed"])
@@ -187,8 +302,6 @@ def test_some_members_of_every_engine() -> None:
 
 @needs_library
 def test_what_the_engine_cannot_run_is_refused_with_what_to_do() -> None:
-    with pytest.raises(PluresError, match="torch.fx"):
-        trained(networks.transformer()).engine("owned")
     with pytest.raises(PluresError, match="float32"):
         trained(networks.mlp()).double().engine("owned")
     with pytest.raises(PluresError, match="on the CPU"):

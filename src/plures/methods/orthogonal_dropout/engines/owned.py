@@ -1,5 +1,6 @@
 """The engine that multiplies only what is owned: all members in one pass, at the price of about one network."""
 
+import logging
 from typing import Any
 
 import torch
@@ -10,11 +11,17 @@ from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms, foldable
 from plures.methods.orthogonal_dropout.engines.owned_graph import Rewriter
 from plures.methods.orthogonal_dropout.engines.owned_layers import Parts
+from plures.methods.orthogonal_dropout.engines.owned_tree import Tree
+from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.native.library import load
 from plures.tensors import own_tensors, shell
 
+log = logging.getLogger(__name__)
+
 AT_ONCE = 80  # samples times members whose activations stay near
+
+CLOSE = 1e-5  # what the answers of a network that could not be traced may differ by, relative to their size
 
 # What all members of a layer cost in dense layers of one network, where the kernels do worst: docs/engines.md tells
 # what was measured. A layer that runs member by member costs as many as there are members.
@@ -31,24 +38,32 @@ class Owned(Engine):
 
     The answers are those of `checkout(member)` to about 1e-5: sums are taken in another order. They do not depend on
     the number of threads.
+
+    Of a network that torch.fx cannot trace, known layers are replaced and the rest runs as it is. Its first answers are
+    compared with the members' own. Where they differ, each member runs as a network of its own, and a line in the log
+    says so.
     """
+
+    network: nn.Module
 
     def __init__(self, split: Split, fold: bool = True) -> None:
         super().__init__()
         refuse_if_impossible(split)
         self.members = split.trained
+        self._own: Unfolded | None = None  # the members, until a network that could not be traced has been compared
+        self._compared = True
         network = shell(split.network).eval()
-        try:
-            traced = fx.Tracer().trace(network)
-        except Exception as error:  # tracing runs the network's own code, which may raise anything
-            raise PluresError(
-                f'the owned engine needs a network that torch.fx can trace ({error}); use ensemble.engine("unfolded")'
-            ) from error
         pairs = foldable(split) if fold else {}
         parts = Parts(split, [fold_norms(split, member, pairs) for member in self.members])
-        rewriter = Rewriter(network, traced, parts, pairs)
-        self.network = rewriter.rewritten()
-        self.one_by_one = rewriter.one_by_one
+        try:
+            traced = fx.Tracer().trace(shell(network))
+        except Exception:  # tracing runs the network's own code, which may raise anything
+            tree = Tree(network, parts)
+            self.network, self.one_by_one = tree, tree.one_by_one
+            self._own, self._compared = Unfolded(split, fold), False
+        else:
+            rewriter = Rewriter(network, traced, parts, pairs)
+            self.network, self.one_by_one = rewriter.rewritten(), rewriter.substitutes.one_by_one
         self._running = parts.running
         lanes = load().lanes
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
@@ -61,14 +76,38 @@ class Owned(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined."""
-        network = self._network_of(tuple(indices))
-        results = []
-        for batch in batches:
-            for part in chunks(batch, self.samples_at_once):
-                given = arguments(part)
-                logits = logits_of(network(*given.args, **given.kwargs))
-                results.append(torch.unflatten(logits, 0, (len(indices), -1)))
+        parts = [part for batch in batches for part in chunks(batch, self.samples_at_once)]
+        if not self._compared:
+            self._compare(indices, parts[0])
+        if self._own is not None:
+            return self._own.of_members(indices, batches)
+        results = [self._pass(indices, part) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+    def _pass(self, indices: list[int], part: Any) -> Tensor:
+        given = arguments(part)
+        logits = logits_of(self._network_of(tuple(indices))(*given.args, **given.kwargs))
+        return torch.unflatten(logits, 0, (len(indices), -1))
+
+    def _compare(self, indices: list[int], part: Any) -> None:
+        """Compare the first answers of a network that could not be traced with the members' own; then let one go."""
+        own = self._own
+        if own is None:  # another thread was faster
+            return
+        expected = own.of_members(indices, [part])
+        try:
+            error = float((self._pass(indices, part) - expected).norm() / expected.norm().clamp_min(1e-30))
+            reason = None if error <= CLOSE else f"its answers differ by {error:.1g}"
+        except Exception as refused:  # the network's own code may raise anything
+            reason = str(refused)
+        if reason is None:
+            self._own = None
+        else:
+            log.warning("the owned engine runs each member as a network of its own: %s", reason)
+            self.one_by_one = [name for name, _ in own.networks[0].named_children()]
+            self.network = nn.Identity()
+            self._of_some.clear()
+        self._compared = True
 
     def _network_of(self, indices: tuple[int, ...]) -> nn.Module:
         """Give the network of some members: a structure of its own around the same tensors, made once."""

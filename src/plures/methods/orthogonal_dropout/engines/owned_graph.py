@@ -10,16 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.methods.orthogonal_dropout.engines.owned_layers import (
     EachCall,
-    EachMember,
     Into,
     MembersNorm,
     MembersTensor,
-    OwnedAttention,
     OwnedConvolution,
     OwnedLinear,
     Parts,
-    private_copy,
 )
+from plures.methods.orthogonal_dropout.engines.owned_tree import Substitutes
 from plures.methods.orthogonal_dropout.roles import Role
 
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"
@@ -40,7 +38,6 @@ ELEMENTWISE: tuple[Any, ...] = (
 ELEMENTWISE += (F.gelu, F.silu, F.sigmoid, torch.sigmoid, torch.tanh, F.hardswish, F.relu6, F.leaky_relu, F.elu)
 ELEMENTWISE_LAYERS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.ReLU6, nn.LeakyReLU, nn.ELU)
 NOTHING_LAYERS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class Value(NamedTuple):
@@ -55,7 +52,7 @@ class Rewriter:
 
     rewriter = Rewriter(network, traced, parts, pairs)
     module = rewriter.rewritten()
-    rewriter.one_by_one  # the layers that run member by member
+    rewriter.substitutes.one_by_one  # the layers that run member by member
     """
 
     def __init__(self, network: nn.Module, traced: fx.Graph, parts: Parts, pairs: dict[str, str]) -> None:
@@ -65,7 +62,7 @@ class Rewriter:
         self.holder = nn.Module()
         self.values: dict[fx.Node, Value] = {}
         self.batch: fx.Node | None = None
-        self.one_by_one: list[str] = []
+        self.substitutes = Substitutes(parts)
         self._made: dict[str, str] = {}
         self._converted: dict[tuple[fx.Node, str], fx.Node] = {}
 
@@ -154,7 +151,7 @@ class Rewriter:
             path = self._add(name, lambda: layer)
             self.values[node] = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
         else:
-            path = self._add(name, lambda: self.substitute(name, layer))
+            path = self._add(name, lambda: self.substitutes.of(name, layer))
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._tiled)
             self.values[node] = Value(TILED, self.graph.call_module(path, args, kwargs))
 
@@ -191,30 +188,6 @@ class Rewriter:
         given = source.node if shared else self._tiled(cast(fx.Node, node.args[0]))
         value = Value(TILED, self.graph.call_module(path, (given, shared)))
         self.values[node] = self.values[end] = value
-
-    def substitute(self, name: str, layer: nn.Module) -> nn.Module:
-        """Give what runs in a layer's place on a batch that holds the members one after the other."""
-        parts = self.parts
-        inside = [tensor for tensor in parts.names() if tensor.startswith(f"{name}.")]
-        if all(parts.role(tensor) is Role.SHARED for tensor in inside):
-            return layer
-        if OwnedAttention.fits(layer, parts, name):
-            return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
-        if MembersNorm.fits(layer, parts, name):
-            return MembersNorm(layer, parts, name)
-        if isinstance(layer, nn.Linear) and parts.role(f"{name}.weight") is Role.SPLIT:
-            return OwnedLinear(parts, f"{name}.weight", f"{name}.bias", layer.out_features)
-        direct = any("." not in tensor.removeprefix(f"{name}.") for tensor in inside)
-        if isinstance(layer, (*ENCODERS, nn.ModuleList)) and not direct:
-            for child, inner in list(layer.named_children()):
-                setattr(layer, child, self.substitute(f"{name}.{child}", inner))
-            return layer
-        self.one_by_one.append(name)
-        copies = [
-            private_copy(layer, {t.removeprefix(f"{name}."): parts.tensor(t, index) for t in inside})
-            for index in range(len(parts.members))
-        ]
-        return EachMember(copies, parts.running)
 
     # ---- what follows what ----
 

@@ -123,6 +123,11 @@ class _OwnedLayer(nn.Module):
         self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
         self.relu = False
 
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor: networks ask a layer's weight for its dtype and device."""
+        return self.values.new_empty(0)
+
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Give starts, places, values and biases of the members that run."""
         return self.running.of(self.starts), self.places, self.values, self.running.of(self.bias)
@@ -303,6 +308,13 @@ class EachMember(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.running = running
 
+    def __getattr__(self, name: str) -> Any:
+        """Give what the network asks the layer for, such as its dtype, from the first member's."""
+        layers = self.__dict__.get("_modules", {}).get("layers")
+        if name in ("layers", "running") or name.startswith("__") or layers is None:
+            return super().__getattr__(name)
+        return getattr(layers[0], name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the batch into members, run each, and join what comes out."""
         indices = range(len(self.layers)) if self.running.chosen is None else self.running.chosen
@@ -320,14 +332,13 @@ class EachMember(nn.Module):
 
 
 def joined(results: list[Any]) -> Any:
-    """Join what members returned along the batch axis; tuples part by part.
-
-    joined([logits_of_first, logits_of_second])
-    """
+    """Join what members returned along the batch axis; tuples part by part."""
     if isinstance(results[0], Tensor):
         return torch.cat(results)
-    if isinstance(results[0], tuple | list):
+    if type(results[0]) in (tuple, list):
         return type(results[0])(joined(list(parts)) for parts in zip(*results, strict=True))
+    if not all(result is results[0] or result == results[0] for result in results):
+        raise PluresError(f"what members return, {type(results[0]).__name__}, cannot be joined")
     return results[0]
 
 
