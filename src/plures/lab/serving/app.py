@@ -3,8 +3,7 @@
 import asyncio
 import html
 import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -18,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from plures.errors import PluresError
 from plures.lab.runs.open import Run
 from plures.lab.serving.batching import Batcher, Model, Row
-from plures.lab.serving.counters import Counters
+from plures.lab.serving.counters import Counters, Watched
 from plures.lab.serving.requests import Asked, Limits, Refused, prepare, read_request
 from plures.version import __version__
 
@@ -27,6 +26,7 @@ DECODERS = 2  # pictures decoded at once: each may take hundreds of megabytes fo
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src blob: data:"
 )
+HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 BODY = {
     "requestBody": {
         "required": True,
@@ -80,24 +80,16 @@ def make_app(model: Model, limits: Limits) -> FastAPI:
 
     app = FastAPI(title="plures", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
 
-    @app.middleware("http")
-    async def watch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        started = time.perf_counter()
-        try:
-            response = await answer(request)
-        except ClientDisconnect:
-            response = Response(status_code=400)
-        known = {"/", "/predict", "/health", "/metrics", "/docs", "/openapi.json"}
-        path = request.url.path if request.url.path in known else "other"
-        counters.answered(path, response.status_code, time.perf_counter() - started)
-        response.headers["Content-Security-Policy"] = POLICY
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        return response
+    app.add_middleware(Watched, counters=counters, headers=HEADERS)
 
     @app.exception_handler(Refused)
     async def refuse(_request: Request, refused: Refused) -> JSONResponse:
         more = {"Retry-After": "1"} if refused.status == 503 else {}
         return JSONResponse({"detail": refused.sentence}, refused.status, more)
+
+    @app.exception_handler(ClientDisconnect)
+    async def leave(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody reads it
 
     @app.post("/predict", openapi_extra=BODY)
     async def predict(request: Request) -> Response:

@@ -1,11 +1,16 @@
 """What a server has done, in the text format of Prometheus."""
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 PICTURES = (1, 2, 4, 8, 16, 32, 64, 128)
+PATHS = {"/", "/predict", "/health", "/metrics", "/docs", "/openapi.json"}
 
 
 class Histogram:
@@ -69,3 +74,37 @@ class Counters:
         for name, value in gauges.items():
             lines += [f"# TYPE {name} gauge", f"{name} {value}"]
         return "\n".join(lines) + "\n"
+
+
+class Watched:
+    """Count every request of an application, and give every answer some headers.
+
+        app.add_middleware(Watched, counters=Counters(), headers={"X-Content-Type-Options": "nosniff"})
+
+    It speaks ASGI itself: starlette's own way to write this starts three tasks for each request.
+    """
+
+    def __init__(self, app: ASGIApp, counters: Counters, headers: Mapping[str, str]) -> None:
+        self.app = app
+        self.counters = counters
+        self.headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update(self.headers)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            path = scope["path"] if scope["path"] in PATHS else "other"
+            self.counters.answered(path, status, time.perf_counter() - started)
