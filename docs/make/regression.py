@@ -98,7 +98,7 @@ def table() -> str:
     lines = ["| | RMSE | NLL | CRPS |", "|---|---:|---:|---:|"]
     for name, rows in found.items():
         lines.append(f"| {name} | {' | '.join(spread(list(column)) for column in zip(*rows, strict=True))} |")
-    return "\n".join(lines) + f"\n\nIntervals of 90 % hold {spread(covered, 1)} % of the 88 test values.\n"
+    return "\n".join(lines) + f"\n\n90 % intervals contain {spread(covered, 1)} % of the 88 test values.\n"
 
 
 def measured(mean: Tensor, std: Tensor, targets: Tensor) -> list[float]:

@@ -1,8 +1,8 @@
-"""Make docs/trust.md and its pictures of finished runs: how far each method can be trusted.
+"""Make docs/trust.md and its figures from finished runs: calibration, shift and out-of-distribution data.
 
     python docs/make/trust.py runs/cifar10-cpu --ood svhn --data-dir data
 
-What is not in the run folders yet (trust.json) is measured first.
+What the run folders do not hold yet (trust.json) is measured first.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def draw(found: Found, folder: Path, ood: str) -> None:
-    """Draw the four pictures."""
+    """Draw the four figures."""
     looks = looks_of(found)
     _severity(found, looks, folder / "trust-shift.svg")
     _strangers(found, looks, folder / "trust-strangers.svg", ood)
@@ -155,7 +155,7 @@ TABLES = [
         ["method", "AUROC % by entropy", "by 1 - max p", "by mutual information", "FPR95 % by entropy"],
         _ood,
     ),
-    ("silent", ["method", "AURC", "error % of the surest half", "error % of all"], _aurc),
+    ("silent", ["method", "AURC", "error % of the most confident half", "error % of all"], _aurc),
     (
         "demand",
         ["method", "until", "members used", "passes saved %", "accuracy %", "lost, points", "NLL"],
@@ -172,7 +172,7 @@ def _severity(found: Found, looks: Mapping[str, Look], path: Path) -> None:
             values = [one["home"][key], *(each[key] for each in one["shift"]["by_severity"])]
             axis.plot(places, values, color=looks[name].colour, marker=looks[name].marker, ms=4, label=name)
     for axis, title in zip(axes, ("accuracy", "ECE"), strict=True):
-        axis.set(xlabel="severity (0: as they are)", title=title)
+        axis.set(xlabel="severity (0: uncorrupted)", title=title)
     axes[0].legend(frameon=False, fontsize=8)
     _save(figure, path)
 
@@ -183,7 +183,7 @@ def _strangers(found: Found, looks: Mapping[str, Look], path: Path, ood: str) ->
         counts = one["ood"]
         step = counts["most"] / len(counts["known"])
         edges = [step * place for place in range(len(counts["known"]) + 1)]
-        axis.stairs(counts["known"], edges, color="#444444", label="known")
+        axis.stairs(counts["known"], edges, color="#444444", label="in-distribution")
         axis.stairs(counts["strange"], edges, color=looks[name].colour, fill=True, alpha=0.5, label=ood)
         axis.set(title=name, xlabel="entropy, nats")
         axis.legend(frameon=False, fontsize=7)
@@ -194,7 +194,7 @@ def _risk(found: Found, looks: Mapping[str, Look], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
     for name, one in found.items():
         axis.plot(one["risk_coverage"]["coverage"], one["risk_coverage"]["risk"], color=looks[name].colour, label=name)
-    axis.set(xlabel="share answered", ylabel="error rate among them")
+    axis.set(xlabel="share of images with a prediction", ylabel="error rate among them")
     axis.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
