@@ -118,9 +118,9 @@ def test_the_help_of_train_shows_the_numbers_of_the_recipe(capsys: pytest.Captur
         assert end.value.code == 0
         return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
-    assert "--batch-size INT images in one step, of all processes together (default: 32)" in told("cub200-cpu")
-    assert f"--members INT of the ensemble (default: {get_recipe('digits').members})" in told()
-    assert "--members INT of the ensemble (default: 2)" in told("digits", "--method", "mimo")
+    assert "--batch-size INT images per step, over all processes (default: 32)" in told("cub200-cpu")
+    assert f"--members INT members of the ensemble (default: {get_recipe('digits').members})" in told()
+    assert "--members INT members of the ensemble (default: 2)" in told("digits", "--method", "mimo")
     assert "--about" not in told()
     assert "ensemble.safetensors" in told()
 

@@ -24,10 +24,10 @@ class Epochs:
     A method uses the phases that it has: orthogonal dropout the first three, most others only `train`.
     """
 
-    pretrain: int = 200  # of each member, on all weights that are still free
-    prune: int = 20  # of each member, of the scores that choose its weights
-    finetune: int = 200  # of each member, on the weights that it owns
-    train: int = 200  # of a stage that is not divided
+    pretrain: int = 200  # epochs per member on all weights that are still free
+    prune: int = 20  # epochs per member on the scores that choose its weights
+    finetune: int = 200  # epochs per member on the weights that it owns
+    train: int = 200  # epochs of methods without these phases
 
     def __post_init__(self) -> None:
         for phase, epochs in asdict(self).items():
@@ -60,38 +60,38 @@ class Recipe:
 
     about: str = ""  # one line for people; not part of the experiment
 
-    data: str = "digits"  # a built-in name, a folder with train/CLASS/ and test/CLASS/ of pictures, or a hub id
-    size: int | None = None  # pixels per side that the network sees; None: as the images are
-    cache_size: int | None = None  # pixels per side that are kept; larger than size leaves room for random crops
-    limit: int | None = None  # the largest number of training images, equally many of each class; None: all
-    validation: float = 0.1  # held out from these: below 1 a fraction, else a number of images
+    data: str = "digits"  # a built-in name, a folder of images (train/CLASS/ and test/CLASS/), or a hub id
+    size: int | None = None  # pixels per side of the network's input; None: the size of the images
+    cache_size: int | None = None  # pixels per side in the cache; larger than size leaves room for random crops
+    limit: int | None = None  # the largest number of training images, balanced over the classes; None: all
+    validation: float = 0.1  # images held out for validation: a fraction if below 1, else a number
 
-    model: str = "resnet18"  # a built-in name, or module:function with the arguments classes and channels
-    width: int | None = None  # channels of the first layer; None: the model's own
+    model: str = "resnet18"  # a built-in name, or module:function that takes classes and channels
+    width: int | None = None  # channels of the first layer; None: the model's default
     stem: Literal["cifar", "imagenet"] = "cifar"  # for small images, or for photographs (divides the sides by four)
-    weights: str | None = None  # to start from: a run of one network, or a file of safetensors; None: drawn at random
+    weights: str | None = None  # initial weights: a deterministic run or a safetensors file; None: random
 
-    members: int = 5  # of the ensemble
-    epochs: Epochs = field(default_factory=Epochs)  # a method uses the kinds of stages that it has
-    batch_size: int = 128  # images in one step, of all processes together
-    optimizer: Literal["sgd", "adamw"] = "sgd"  # what changes the weights
-    learning_rate: float = 0.1  # the highest of the schedule
-    momentum: float = 0.9  # of sgd
-    nesterov: bool = False  # Nesterov's form of the momentum
-    weight_decay: float = 1e-4  # pulls weights to zero
-    schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate, from its start in every stage
+    members: int = 5  # members of the ensemble
+    epochs: Epochs = field(default_factory=Epochs)  # by phase; a method uses the phases that it has
+    batch_size: int = 128  # images per step, over all processes
+    optimizer: Literal["sgd", "adamw"] = "sgd"  # the optimizer
+    learning_rate: float = 0.1  # the highest rate of the schedule
+    momentum: float = 0.9  # momentum of sgd
+    nesterov: bool = False  # use Nesterov momentum
+    weight_decay: float = 1e-4  # the factor of weight decay
+    schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate; it restarts in every stage
     milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of a stage where "step" multiplies the rate by gamma
-    gamma: float = 0.1  # what the rate is multiplied by at a milestone
-    warmup: float = 0.0  # epochs in which the rate rises from zero, at the start of every stage
+    gamma: float = 0.1  # factor of the rate at a milestone
+    warmup: float = 0.0  # epochs at the start of every stage in which the rate rises from zero
     label_smoothing: float = 0.0  # the share of a label that is spread over all classes
-    clip: float | None = None  # largest norm of the gradient; None: any
-    precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # mixed precision; auto: bf16 where the device has it
+    clip: float | None = None  # the largest norm of the gradient; None: no limit
+    precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # mixed precision; auto: bf16 if the device supports it
 
-    crop: int = 0  # pixels to pad with before a random cut
-    flip: bool = False  # mirror half of the images left to right
-    resized_crop: tuple[float, float] | None = None  # resize a random part; its smallest and largest share of the area
+    crop: int = 0  # pixels of padding before a random crop
+    flip: bool = False  # flip half of the images horizontally
+    resized_crop: tuple[float, float] | None = None  # random resized crop: its smallest and largest share of the area
 
-    seed: int = 0  # of all random numbers
+    seed: int = 0  # the seed of all random numbers
 
     def __post_init__(self) -> None:
         wrong = [f"{name} is {getattr(self, name)}, but must be {accepted}" for name, accepted in _broken_rules(self)]

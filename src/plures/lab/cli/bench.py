@@ -13,31 +13,31 @@ from plures.lab.cli.shared import Switch, print_json
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure speed and size against the alternatives, as ratios.
+    """Measure speed and size relative to the alternatives.
 
     Examples:
       plures bench                    eight minutes on two cores
-      plures bench --quick            only what has a bar
+      plures bench --quick            only ratios that have a target
       plures bench --full             also large networks: eleven minutes
       plures bench --out benchmarks   also write results.json and results.md
 
     How it is measured:
       On a ResNet18, with the cost of every method; --full adds a
-      WideResNet28-10 and a transformer of the size of ViT-S. Two things are
-      compared by running them in turn, so that a busy machine slows both; an
-      idle one is better all the same.
+      WideResNet28-10 and a transformer of the size of ViT-S. The two sides of
+      a ratio run alternately, so a busy machine slows both. An idle machine
+      is still better.
     """
 
     quick: Switch = False
-    """Measure only what has a bar."""
+    """Measure only ratios that have a target."""
     full: Switch = False
-    """Measure large networks, too."""
-    out: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """Also measure large networks."""
+    out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Write results.json and results.md into this folder."""
     json: Switch = False
     """Print JSON."""
 
-    after_interrupt: ClassVar[str] = "what was measured so far stands in the folder of --out"
+    after_interrupt: ClassVar[str] = "the measurements so far are in the folder of --out"
 
     def __call__(self) -> int:
         """Measure, showing each ratio as it is found."""

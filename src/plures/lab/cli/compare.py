@@ -1,4 +1,4 @@
-"""plures compare: methods side by side on one recipe."""
+"""plures compare: several methods on one recipe."""
 
 import sys
 from collections.abc import Sequence
@@ -17,49 +17,49 @@ if TYPE_CHECKING:  # --help answers without torch
 
 @dataclass(frozen=True)
 class Compare:
-    """Run methods side by side on one recipe, in one table.
+    """Train several methods on one recipe and print one table.
 
     Examples:
       plures compare digits --seeds 3
       plures compare cifar10-cpu --methods deterministic deep-ensemble
       plures compare cifar10-cpu --methods orthogonal-dropout
-        orthogonal-dropout:granularity=kernel mymethods:TwoHeads
+        orthogonal-dropout:granularity=weight mymethods:TwoHeads
       plures compare cifar10-cpu --shift --ood svhn
       plures compare digits --epochs.train 10 --runs runs/short --on ray
 
     What happens:
-      Missing runs are made, finished ones skipped, interrupted ones resumed, in
-      RUNS/RECIPE/METHOD/seed-N. Each takes one core (or one GPU); several are
-      made at a time. The table goes to RUNS/RECIPE as results.md, results.csv
-      and results.json. Numbers of the recipe can be overridden as for
-      `plures train`; methods that need longer still get longer. The table
-      holds the methods of this command; `plures report RUNS/RECIPE` shows all
-      finished runs.
+      Missing runs are trained, finished runs are skipped, and interrupted
+      runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each takes one core or
+      GPU; several are trained at a time. The table is written to RUNS/RECIPE
+      as results.md, results.csv and results.json. Settings of the recipe can
+      be overridden as in `plures train`; methods that train for more epochs
+      still do. The table has only the methods of this command;
+      `plures report RUNS/RECIPE` shows all finished runs.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
-    """Where all numbers come from, unless given below; `plures recipes` lists them."""
-    methods: Annotated[tuple[str, ...], arg(metavar="METHOD[:NAME=VALUE,...]")] = ()
-    """Which methods, each with its options where they differ from the usual ones; all if none is named."""
+    """The recipe: it sets the defaults of all options below. `plures recipes` lists them."""
+    methods: Annotated[tuple[str, ...], arg(metavar="METHOD[:NAME=VALUE,...]", help_behavior_hint="")] = ()
+    """The methods, each with options that differ from the defaults; by default, all methods."""
     seeds: Annotated[int, arg(metavar="N")] = 1
-    """How often to run every method, with the seeds 0, 1, ..."""
+    """How many runs to train per method, with the seeds 0, 1, ..."""
     runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
-    """The folder of all runs."""
-    jobs: Annotated[int | None, arg(metavar="N")] = None
-    """How many runs to make at a time; if not given, one per GPU or core."""
+    """The folder for all runs."""
+    jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """How many runs to train at a time; by default, one per GPU or core."""
     on: Literal["here", "ray"] = "here"
-    """Where runs are made: here, or by the workers of a Ray cluster that sees the same folders."""
+    """Where to train: on this machine, or on the workers of a Ray cluster that can access the same folders."""
     data_dir: DataDir = None
-    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     shift: Switch = False
-    """Measure under corruptions, too: columns, and charts in the report."""
-    ood: Annotated[str | None, arg(metavar="DATA")] = None
-    """Measure how well other data are told apart, too: a name, a folder or a hub id."""
+    """Also measure on corrupted images: adds columns, and charts in the report."""
+    ood: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="")] = None
+    """Also measure on out-of-distribution data: a name, a folder or a hub id."""
     json: Switch = False
     """Print the results as JSON."""
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
     given: Given = ()
-    method: Annotated[str, Suppress] = "deterministic"  # each changes the recipe by itself: here it is as it stands
+    method: Annotated[str, Suppress] = "deterministic"  # each method changes the recipe itself; this one does not
 
     after_interrupt: ClassVar[str] = "the same command resumes, and repeats no finished run"
 
@@ -73,7 +73,7 @@ class Compare:
         members = self.settings.members if "members" in self.given else None
         comparison = Comparison(self.recipe, self.settings.recipe(), variants(self.methods), seeds, members=members)
 
-        from plures.lab.compare import table as write  # only now: to say that a method is misspelt needs no torch
+        from plures.lab.compare import table as write  # only now: reporting a misspelt method needs no torch
         from plures.lab.compare.compare import compare
 
         folder = write.writable(self.runs / self.recipe)

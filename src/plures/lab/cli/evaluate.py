@@ -18,30 +18,31 @@ class Evaluate:
       plures evaluate runs/first --data-dir data --ood svhn --json
 
     What is measured:
-      The test images; the temperature of the calibrated NLL is fitted on the
-      validation images. --shift corrupts the test images by noise, blur,
-      weather and compression, the same way each time. --ood brings other data
-      to the size and colours of the run, and measures how well uncertainty
-      recognises it as unfamiliar. Nothing is written.
+      Metrics are computed on the test images. The temperature for the
+      calibrated NLL is fitted on the validation images. --shift corrupts the
+      test images by noise, blur, weather and compression, the same way each
+      time. --ood converts other data to the size and colours of the run, and
+      measures how well uncertainty separates it from the test images. The
+      command writes no files.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run folder that `plures train` wrote."""
     shift: Switch = False
-    """Measure under corruptions, too."""
-    ood: Annotated[str | None, arg(metavar="DATA")] = None
-    """Other data, to be recognised as unfamiliar: a name, a folder or a hub id."""
+    """Also measure on corrupted images."""
+    ood: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="")] = None
+    """Out-of-distribution data: a name, a folder or a hub id."""
     data_dir: DataDir = None
-    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     trust_code: Switch = False
-    """Run the code that a folder of somebody else names as its network or method."""
+    """Run the code that the run names as its network or method, even if you did not train it."""
     json: Switch = False
     """Print JSON."""
 
     after_interrupt: ClassVar[str] = "nothing was written"
 
     def __call__(self) -> int:
-        """Measure, and show what came out."""
+        """Measure, and show the result."""
         from plures.lab import tables
         from plures.lab.data import open_data
         from plures.lab.evaluation.evaluate import evaluate, evaluate_ood, evaluate_shift

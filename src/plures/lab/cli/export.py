@@ -11,7 +11,7 @@ from plures.lab.cli.shared import DataDir, Switch, print_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a run as one file that needs no plures: ONNX, pt2.
+    """Export a run to one file that runs without plures: ONNX, pt2.
 
     Examples:
       plures export runs/birds birds.onnx
@@ -19,33 +19,33 @@ class Export:
       plures export runs/birds birds-int8.onnx --int8 --data-dir data
 
     What the file does:
-      It takes uint8 pixels [pictures, height, width, channels] of the size that
-      the network sees and normalises them. It gives probabilities, label,
-      confidence, total, aleatoric, epistemic and members. Class names,
-      preprocessing and origin stand in its metadata. With --int8 validation
-      images show the ranges, and the accuracy that is lost is measured on the
-      test images.
+      It takes uint8 pixels [images, height, width, channels] of the size that
+      the network takes, and normalises them. It returns probabilities, label,
+      confidence, total, aleatoric, epistemic and members. Its metadata hold
+      class names, preprocessing and provenance. --int8 takes the value ranges
+      from validation images, and measures the loss of accuracy on the test
+      images.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run folder that `plures train` wrote."""
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """The file to write: .onnx, or .pt2 for torch.export.load."""
-    format: Literal["onnx", "pt2"] | None = None
-    """The format, where the ending does not say it."""
+    format: Annotated[Literal["onnx", "pt2"] | None, arg(metavar="{onnx,pt2}", help_behavior_hint="")] = None
+    """The format, if the file name does not end with it."""
     int8: Switch = False
-    """Quantise the layers to int8 by onnxruntime, and measure what that costs."""
+    """Quantise the layers to int8 with onnxruntime, and measure the loss of accuracy."""
     data_dir: DataDir = None
-    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     trust_code: Switch = False
-    """Run the code that a folder of somebody else names as its network or method."""
+    """Run the code that the run names as its network or method, even if you did not train it."""
     json: Switch = False
     """Print JSON."""
 
     after_interrupt: ClassVar[str] = "nothing was written"
 
     def __call__(self) -> int:
-        """Export, and say what was written."""
+        """Export, and print the size of the file."""
         from plures.files import check_place
         from plures.lab.exporting import export_run
         from plures.lab.runs.open import open_run

@@ -26,7 +26,7 @@ A first try, on embedded data, in about a minute:
   plures evaluate runs/digits-orthogonal-dropout-seed0 --shift
   plures predict runs/digits-orthogonal-dropout-seed0 picture.png
 
-Commands (plures COMMAND --help says more, with examples):
+Commands (plures COMMAND --help shows options and examples):
 {commands}
 
 Options:
@@ -34,8 +34,8 @@ Options:
   --version    show the version and exit
 
 Errors end with exit code 2, an interrupted command with 130.
-Environment: PLURES_DATA (folder of data sets), PLURES_CACHE (folder of decoded
-pictures; if not set, the usual one of your system)."""
+Environment variables: PLURES_DATA (the folder of data sets), PLURES_CACHE (the
+folder of decoded images; by default, the cache folder of your system)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""plures predict: what a finished run says of picture files."""
+"""plures predict: the predictions of a finished run for image files."""
 
 import sys
 from dataclasses import asdict, dataclass
@@ -13,45 +13,47 @@ from plures.lab.cli.shared import Switch, print_json
 
 @dataclass(frozen=True)
 class Predict:
-    """Predict pictures: label, confidence, uncertainty, votes.
+    """Predict images: label, confidence, uncertainty, votes.
 
     Examples:
       plures predict runs/birds wren.jpg robin.png
       plures predict runs/birds photographs --abstain-below 0.8 --json
       plures predict runs/birds wren.jpg --coverage 0.9 --risk 0.05
 
-    How pictures are read:
-      They are prepared as the training images were: upright, grey or colour,
-      brought to their size and cut to the middle; where the training images
-      needed no such change, it is reported. A file that cannot be read is named
-      with the reason; the others are predicted, and the exit code is 2.
-      Uncertainty is in nats: 0 where all members agree.
+    How images are read:
+      They are prepared like the training images: rotated upright, converted
+      to grey or colour, resized and cropped to the centre. If the training
+      images did not need such a change, it is reported. If a file cannot be
+      read, the reason is printed, the others are predicted, and the exit code
+      is 2. Uncertainty is in nats; epistemic uncertainty is 0 if all members
+      agree.
 
-    What is promised:
-      --coverage and --risk hold for pictures like the validation images that
-      the run was calibrated on (conformal prediction; selection with bounded
-      risk, with a probability of 95 %). Too few of them are told.
+    Guarantees:
+      --coverage and --risk hold for images from the same distribution as the
+      validation images that the run was calibrated on (conformal prediction;
+      selection with bounded risk, with a probability of 95 %). If there are
+      too few validation images, an error says so.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run folder that `plures train` wrote."""
-    images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]
-    """PNG, JPEG or other pictures, or folders of them."""
-    abstain_below: Annotated[float | None, arg(metavar="P")] = None
-    """Give no label where the confidence lies below."""
-    coverage: Annotated[float | None, arg(metavar="P")] = None
-    """Give the set of classes that holds the true one with this probability."""
-    risk: Annotated[float | None, arg(metavar="P")] = None
-    """Give labels of which at most this share is wrong, and none where that cannot be promised."""
+    images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE", help_behavior_hint="(one or more)")]
+    """PNG, JPEG or other image files, or folders of them."""
+    abstain_below: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    """Abstain from a label if the confidence is lower."""
+    coverage: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    """Print a set of classes that contains the true class with this probability."""
+    risk: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    """Abstain so often that at most this share of the remaining labels is wrong."""
     trust_code: Switch = False
-    """Run the code that a folder of somebody else names as its network or method."""
+    """Run the code that the run names as its network or method, even if you did not train it."""
     json: Switch = False
     """Print JSON."""
 
     after_interrupt: ClassVar[str] = "nothing was written"
 
     def __call__(self) -> int:
-        """Predict, and show what the members think."""
+        """Predict, and show the votes of the members."""
         from plures.lab import tables
         from plures.lab.evaluation.predict import Answer, Failure, Wanted, predict_files
         from plures.lab.runs.open import open_run

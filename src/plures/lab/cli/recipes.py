@@ -1,4 +1,4 @@
-"""plures recipes: what there is to train, and how long it takes here."""
+"""plures recipes: the recipes, and how long they take on this machine."""
 
 import sys
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from plures.lab.recipes import RECIPES
 
 @dataclass(frozen=True)
 class Recipes:
-    """List the recipes, with the time that orthogonal dropout takes here.
+    """List the recipes, with the training time on this machine.
 
     Examples:
       plures recipes
       plures recipes --measure
 
     Times:
-      They are estimated on request, from a few steps on random images, without
-      the data; that takes some minutes. Estimates are kept for this machine
-      and shown from then on.
+      --measure estimates the time of orthogonal dropout from a few steps on
+      random images, without the data. This takes a few minutes. Estimates
+      are stored for this machine and shown from then on.
     """
 
     measure: Switch = False
-    """Estimate how long each recipe takes on this machine, and keep the estimates."""
+    """Estimate how long each recipe takes on this machine, and store the estimates."""
     json: Switch = False
     """Print JSON."""
 
-    after_interrupt: ClassVar[str] = "the estimates that were made so far are kept"
+    after_interrupt: ClassVar[str] = "the estimates so far are stored"
 
     def __call__(self) -> int:
-        """List, measuring first if asked to."""
+        """List; with --measure, measure first."""
         from plures.lab import tables
         from plures.lab.timing.estimates import estimate, kept_estimate
 

@@ -13,7 +13,7 @@ from plures.lab.cli.shared import DataDir, Switch
 
 @dataclass(frozen=True)
 class Report:
-    """Make one self-contained HTML page of finished runs.
+    """Write one self-contained HTML page about finished runs.
 
     Examples:
       plures report runs/digits
@@ -21,20 +21,20 @@ class Report:
 
     What the page shows:
       Tables, calibration, members, uncertain images, mistakes. Folders are run
-      folders, or contain them at any depth. Runs that differ in their seed only
-      are one row; details show the first of them. The page needs no network
-      and no script, and can be sent to anybody.
+      folders, or contain them at any depth. Runs that differ only in their
+      seed share one row; details show the first of them. The page needs no
+      network and no scripts.
     """
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
-    """Run folders, or folders that hold them."""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help_behavior_hint="(one or more)")]
+    """Run folders, or folders that contain them."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("report.html")
-    """Where the page is written."""
+    """The file to write."""
     data_dir: DataDir = None
-    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    """The folder of data sets; by default, the environment variable PLURES_DATA."""
 
     trust_code: Switch = False
-    """Run the code that a folder of somebody else names as its network or method."""
+    """Run the code that the run names as its network or method, even if you did not train it."""
 
     after_interrupt: ClassVar[str] = "nothing was written"
 
@@ -45,7 +45,7 @@ class Report:
         from plures.lab.report import write_report
 
         if not self.runs:
-            raise PluresError("there are no runs to report on: name run folders, or folders that hold them")
+            raise PluresError("there are no runs to report on: give run folders, or folders that contain them")
         try:
             check_place(self.out)
         except PluresError as error:

@@ -18,49 +18,49 @@ if TYPE_CHECKING:  # --help answers without torch
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Make a table or figure of the paper, at full or small scale.
+    """Reproduce a table or figure of the paper, at full or small scale.
 
     Examples:
       plures reproduce table3 --scale digits
       plures reproduce table1 --scale cpu --data-dir data
         --recipes cifar10-cpu
-      plures reproduce table1 --scale paper --dry-run    what it would take
+      plures reproduce table1 --scale paper --dry-run    only the plan
       plures reproduce figure2 --scale digits
 
     Targets:
       table1   all methods on four data sets
       table2   the same with wide ResNets
-      table3   what each part contributes
-      figure1  the accuracy of each member
+      table3   the contribution of each part
+      figure1  accuracy of each member
       figure2  quality against the number of members
       figure3  the same with MIMO
 
-    Where things are:
-      Runs live in RUNS/RECIPE/METHOD/seed-N: tables and figures share them,
-      and `plures compare` does, too. Tables are written to OUT as Markdown,
-      CSV and JSON, figures as PDF, PNG and SVG.
+    Files:
+      Runs are in RUNS/RECIPE/METHOD/seed-N. Tables, figures and
+      `plures compare` share them. Tables are written to OUT as Markdown, CSV
+      and JSON, figures as PDF, PNG and SVG.
     """
 
     target: Annotated[Positional[str], arg(metavar="TARGET")]
     """table1, table2, table3, figure1, figure2 or figure3."""
     scale: Literal["paper", "cpu", "digits"] = "digits"
-    """The paper's settings, small versions for two cores, or embedded digits."""
-    recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE")] = ()
-    """Only these of the recipes that the scale has."""
-    seeds: Annotated[int | None, arg(metavar="N")] = None
-    """How often to run every method; if not given, 3 at the scale paper, 1 at cpu, 2 at digits."""
+    """The settings of the paper, small versions for two cores, or embedded digits."""
+    recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE", help_behavior_hint="")] = ()
+    """The recipes; by default, all of the scale."""
+    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """How many runs to train per method; by default, 3 at the scale paper, 1 at cpu, 2 at digits."""
     dry_run: Switch = False
-    """Only print the plan: runs, epochs, estimated time here, disk."""
+    """Only print the plan: runs, epochs, estimated time on this machine, disk space."""
     runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
-    """The folder of all runs."""
+    """The folder for all runs."""
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
-    """Where tables and figures are written."""
-    jobs: Annotated[int | None, arg(metavar="N")] = None
-    """How many runs to make at a time; if not given, one per GPU or core."""
+    """The folder for tables and figures."""
+    jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """How many runs to train at a time; by default, one per GPU or core."""
     on: Literal["here", "ray"] = "here"
-    """Where runs are made: here, or by the workers of a Ray cluster that sees the same folders."""
+    """Where to train: on this machine, or on the workers of a Ray cluster that can access the same folders."""
     data_dir: DataDir = None
-    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     json: Switch = False
     """Print the results as JSON."""
 

@@ -13,46 +13,46 @@ from plures.lab.cli.shared import Switch
 
 @dataclass(frozen=True)
 class Serve:
-    """Answer for a run over HTTP, with a page to try it on.
+    """Serve a run over HTTP, with a page for trying it.
 
     Examples:
       plures serve runs/birds
       plures serve runs/birds --host 0.0.0.0 --port 8080 --queue 1000
       curl -F files=@wren.jpg http://127.0.0.1:8000/predict
 
-    What it answers:
-      POST /predict takes pictures (a form with files, or JSON with base64) and
-      answers as `plures predict --json`. GET / is the page, /docs describes the
-      paths, /health and /metrics (Prometheus) are for machines. Pictures of
-      requests that come at the same time are predicted together. Ctrl-C or
-      SIGTERM lets running requests end.
+    Requests and responses:
+      POST /predict takes images (a form with files, or JSON with base64) and
+      responds in the format of `plures predict --json`. GET / is the page,
+      /docs describes the API, /health and /metrics (Prometheus) are for
+      monitoring. Images of simultaneous requests are predicted together.
+      Ctrl-C or SIGTERM stops the server after running requests have finished.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run folder that `plures train` wrote."""
     host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1"
-    """Where to listen; 0.0.0.0 is open to the network."""
+    """The address to listen on; 0.0.0.0 opens it to the network."""
     port: Annotated[int, arg(metavar="N")] = 8000
     """The port to listen on."""
     max_bytes: Annotated[int, arg(metavar="N")] = 16 * 2**20
     """Refuse longer requests (413)."""
     max_pixels: Annotated[int, arg(metavar="N")] = 40_000_000
-    """Refuse pictures with more pixels (413)."""
+    """Refuse images with more pixels (413)."""
     max_pictures: Annotated[int, arg(metavar="N")] = 64
-    """Refuse requests with more pictures (413)."""
+    """Refuse requests with more images (413)."""
     queue: Annotated[int, arg(metavar="N")] = 512
-    """Refuse while so many pictures wait (503)."""
+    """Refuse requests while this many images are waiting (503)."""
     batch: Annotated[int, arg(metavar="N")] = 64
-    """Predict at most so many pictures at once."""
+    """Predict at most this many images at once."""
     wait: Annotated[float, arg(metavar="SECONDS")] = 0.004
-    """How long a picture waits for others to be predicted with it."""
+    """How long an image waits for others to fill its batch."""
     trust_code: Switch = False
-    """Run the code that a folder of somebody else names as its network or method."""
+    """Run the code that the run names as its network or method, even if you did not train it."""
 
     after_interrupt: ClassVar[str] = "the server has ended"
 
     def __call__(self) -> int:
-        """Serve until told to end."""
+        """Serve until interrupted."""
         whole_number("port", self.port, least=0, most=65535)
         try:
             from plures.lab.serving.app import serve

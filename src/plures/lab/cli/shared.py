@@ -15,7 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from plures.lab.recipes import Recipe, get_recipe
 
-DataDir = Annotated[Path | None, arg(metavar="DIR")]
+DataDir = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")]  # its help names the default
 Switch = FlagCreatePairsOff[bool]
 Given = Annotated[tuple[str, ...], Suppress]
 

@@ -16,48 +16,49 @@ class Train:
     """Train one ensemble into a run folder; run again to resume.
 
     Examples:
-      plures train                      orthogonal dropout on digits, a minute
+      plures train                      orthogonal dropout on digits, one minute
       plures train digits --method deep-ensemble --members 3
-      plures train cifar10-cpu --data-dir data --set granularity=kernel
+      plures train cifar10-cpu --data-dir data --set granularity=weight
       accelerate launch --num_processes 2 -m plures train cifar10
 
-    Your own pictures:
+    Your own images:
       plures train cifar10-cpu --data ./birds --size 32 --validation 0.1
-        They are in birds/train/CLASS/ and birds/test/CLASS/, or in
-        birds/CLASS/ alone: a fifth of each class is then held out to test on.
-        The folder may also hold train.parquet and test.parquet, as on the hub.
+        The images are in birds/train/CLASS/ and birds/test/CLASS/, or only in
+        birds/CLASS/: then a fifth of each class is held out for testing.
+        The folder may also hold train.parquet and test.parquet, as on the
+        Hugging Face hub.
 
     Your own network, a function in mynetworks.py in the working directory:
       plures train --model mynetworks:small
-        It is called with classes= and channels=, with size=, width= and stem=
-        if it has such arguments, and returns a torch.nn.Module.
+        The function is called with classes= and channels=, and with size=,
+        width= and stem= if it has these arguments. It returns a
+        torch.nn.Module.
 
     Your own method, a class in mymethods.py derived from plures.Ensemble:
       plures train --method mymethods:TwoHeads
 
     Files in the run folder:
-      config.json           all that decides the result, and versions
+      config.json           all settings that affect the result, and versions
       log.jsonl             a record per epoch
       ensemble.safetensors  the trained ensemble
-      metrics.json          what was measured on the test images
-        Nothing is lost when the machine stops: the same command resumes after
-        the last epoch, and ends with the same bits on the same kind of
-        machine.
+      metrics.json          metrics on the test images
+        If the run is interrupted, the same command resumes it after the last
+        finished epoch. On the same machine the result has the same bits.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
-    """Where all numbers come from, unless given below; `plures recipes` lists them."""
+    """The recipe: it sets the defaults of all options below. `plures recipes` lists them."""
     method: Annotated[str, arg(metavar="METHOD", help=f"{', '.join(METHOD_NAMES)}, or module:Class.")] = (
         "orthogonal-dropout"
     )
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = ()
-    """An option of the method; an unknown name is refused with a list of all options."""
-    run: Annotated[Path | None, arg(metavar="FOLDER", aliases=["--folder"])] = None
-    """The run folder; if not given, runs/RECIPE-METHOD-seedN. With torchrun say --folder: it takes --run for itself."""
+    """An option of the method. For an unknown name, the error lists all options."""
+    run: Annotated[Path | None, arg(metavar="FOLDER", aliases=["--folder"], help_behavior_hint="")] = None
+    """The run folder; by default, runs/RECIPE-METHOD-seedN. With torchrun, use --folder: torchrun has its own --run."""
     data_dir: DataDir = None
-    """Where data sets are looked up by name; if not given, the environment's PLURES_DATA."""
+    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TRACKER")] = ()
-    """A tracker to send the log to, such as tensorboard, wandb or mlflow."""
+    """A tracker for the log, such as tensorboard, wandb or mlflow."""
     json: Switch = False
     """Print the metrics as JSON."""
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
@@ -66,14 +67,14 @@ class Train:
     after_interrupt: ClassVar[str] = "the same command resumes after the last finished epoch"
 
     def __call__(self) -> int:
-        """Train, and show what came out."""
+        """Train, and show the result."""
         from plures.lab import tables
         from plures.lab.methods import method_class, takes
         from plures.lab.training.fit import train
         from plures.lab.training.progress import duration
 
         if "members" in self.given and not takes(method_class(self.method), "members"):
-            raise PluresError(f"{self.method} has no members to count: leave out --members {self.settings.members}")
+            raise PluresError(f"{self.method} has no option members: leave out --members {self.settings.members}")
         recipe = self.settings.recipe()
         run = self.run or Path("runs") / f"{self.recipe}-{short_name(self.method)}-seed{recipe.seed}"
         found = train(
