@@ -101,9 +101,12 @@ def test_compare_writes_what_the_runs_measured(tmp_path: Path) -> None:
     assert "plures compare digits" in (tmp_path / "runs/digits/results.md").read_text()
 
     before = seen(tmp_path)
-    again = plures(*words, "--json", cwd=tmp_path)
+    again = plures(*words, "--json", "--out", "tables", cwd=tmp_path)
     assert "4 done before, 0 to make" in again.stderr
     assert json.loads(again.stdout)["rows"] == results["rows"]
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {
+        f"compare-digits.{suffix}" for suffix in ("md", "csv", "json")
+    }
     assert seen(tmp_path) == before
 
 

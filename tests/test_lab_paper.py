@@ -17,6 +17,7 @@ from plures.lab.methods import METHOD_NAMES
 from plures.lab.paper import canvas
 from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
 from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, TABLE1, TABLE2, TABLE3, Published
+from plures.lab.paper.targets import TARGETS
 
 NAN = float("nan")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -222,3 +223,13 @@ def test_bad_input_gets_a_sentence(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PluresError, match="cannot write .*figure"):
         member_bars(BAR_PANEL, tmp_path / "file" / "figure")
+
+
+@pytest.mark.parametrize("target", ["table1", "table2"])
+def test_tables_have_orthogonal_dropout_as_published_and_by_our_defaults(target: str) -> None:
+    (comparison,) = TARGETS[target].comparisons("digits")
+    settings = {one.name: one.settings for one in comparison.variants if one.method == "orthogonal-dropout"}
+    assert settings == {
+        "orthogonal-dropout": (),
+        "orthogonal-dropout, as published": ("classifier=fixed", "granularity=weight"),
+    }

@@ -11,6 +11,9 @@ from torch import nn
 
 import plures
 from plures import OrthogonalDropout, PluresError
+from plures.methods.orthogonal_dropout.file import expected_bytes
+from plures.methods.orthogonal_dropout.partition import Partition, Private, Split
+from plures.tensors import own_tensors
 
 INPUTS = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.arange(12) % 3
@@ -159,16 +162,39 @@ def test_a_network_whose_file_grows_much_is_warned_of(caplog) -> None:
     assert "x the bytes of the plain network" in caplog.text
 
 
-def test_distilbert_in_five_members_takes_little_more_than_one() -> None:
+def text_network(name: str) -> nn.Module:
+    """A text network of its full size, without numbers."""
+    import transformers
+
+    with torch.device("meta"):
+        config = getattr(transformers, f"{name}Config")()
+        network: nn.Module = getattr(transformers, f"{name}ForSequenceClassification")(config)
+    return network
+
+
+@pytest.mark.parametrize("name", ["DistilBert", "Bert"])
+def test_text_networks_in_five_members_take_little_more_than_one(name: str) -> None:
+    network = text_network(name)
+    roles, own = plures.roles(network), own_tensors(network)
+    by_role = {role: {name: own[name] for name in own if roles[name] == role} for role in plures.Role}
+    embeddings = [name for name in by_role[plures.Role.SPLIT] if name.endswith("word_embeddings.weight")]
+    assert len(embeddings) == 1
+    partition = Partition({name: one.shape for name, one in by_role[plures.Role.SPLIT].items()}, 5, "kernel")
+    split = Split(network, roles, partition, Private(by_role[plures.Role.PRIVATE], 5), [])
+    stored = sum(expected_bytes(split).values())
+    assert stored <= 1.25 * sum(one.nbytes for one in own.values())
+
+
+def test_a_small_distilbert_is_stored_at_the_size_that_was_reckoned() -> None:
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     config = DistilBertConfig(
         vocab_size=8000, dim=96, n_layers=2, n_heads=2, hidden_dim=192, max_position_embeddings=64
     )
     ensemble = OrthogonalDropout(DistilBertForSequenceClassification(config), members=5)
-    assert ensemble.roles["distilbert.embeddings.word_embeddings.weight"] == "split"
     stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
     assert stored <= 1.25 * ensemble.plain_bytes
+    assert stored == pytest.approx(sum(expected_bytes(ensemble.split).values()), rel=1e-3)
 
 
 def trained(ensemble: plures.Ensemble) -> plures.Ensemble:

@@ -1,4 +1,7 @@
-"""Put the tables that `plures reproduce` wrote into docs/results/ where docs/results.md names them."""
+"""Put the tables that were written into docs/results/ where docs/results.md names them.
+
+They are made by `plures reproduce` and `plures compare` with `--out docs/results`, and by the scripts of this folder.
+"""
 
 import re
 from pathlib import Path
@@ -19,8 +22,9 @@ def included(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Read a table that was made."""
-    return (DOCS / "results" / f"{name}.md").read_text()
+    """Read a table, or say that it was not made yet."""
+    path = DOCS / "results" / f"{name}.md"
+    return path.read_text() if path.is_file() else "Not measured yet.\n"
 
 
 if __name__ == "__main__":

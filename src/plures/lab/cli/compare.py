@@ -31,10 +31,11 @@ class Compare:
       Missing runs are trained, finished runs are skipped, and interrupted
       runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each takes one core or
       GPU; several are trained at a time. The table is written to RUNS/RECIPE
-      as results.md, results.csv and results.json. Settings of the recipe can
-      be overridden as in `plures train`; methods that train for more epochs
-      still do. The table has only the methods of this command;
-      `plures report RUNS/RECIPE` shows all finished runs.
+      as results.md, results.csv and results.json, or to OUT as
+      compare-RECIPE. Settings of the recipe can be overridden as in `plures
+      train`; methods that train for more epochs still do. The table has only
+      the methods of this command; `plures report RUNS/RECIPE` shows all
+      finished runs.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
@@ -45,6 +46,8 @@ class Compare:
     """How many runs to train per method, with the seeds 0, 1, ..."""
     runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
     """The folder for all runs."""
+    out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The folder for the table, written as compare-RECIPE; by default RUNS/RECIPE, as results."""
     jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """How many runs to train at a time; by default, one per GPU or core."""
     on: Literal["here", "ray"] = "here"
@@ -76,7 +79,8 @@ class Compare:
         from plures.lab.compare import table as write  # only now: reporting a misspelt method needs no torch
         from plures.lab.compare.compare import compare
 
-        folder = write.writable(self.runs / self.recipe)
+        name = "results" if self.out is None else f"compare-{self.recipe}"
+        folder = write.writable(self.out or self.runs / self.recipe)
         (rows,) = compare(
             [comparison],
             self.runs,
@@ -87,7 +91,7 @@ class Compare:
             ood=self.ood,
         )
         chosen = write.columns(rows)
-        paths = write.write(folder, "results", rows, chosen, write.about(rows))
+        paths = write.write(folder, name, rows, chosen, write.about(rows))
         tell_failures(rows)
         if self.json:
             print_json(write.document(rows, write.about(rows)))

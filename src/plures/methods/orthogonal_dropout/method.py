@@ -14,6 +14,7 @@ from plures.checks import number, one_of
 from plures.ensemble import Ensemble, Stage, Step, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
+from plures.methods.orthogonal_dropout.distilling import Distilled, check_share, opinion
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned import Owned, faster_than_unfolded, owned_bytes
@@ -48,7 +49,8 @@ class OrthogonalDropout(Ensemble):
     where it is large. With `granularity="kernel"` whole kernels of convolutions have one owner, with "weight" single
     weights. `init="fresh"` draws each member anew, at the scale that the given network was initialised with;
     `init="given"` starts from the given weights: the first member needs no pre-training. `literal_gradient` prunes with
-    the gradient as the paper's appendix prints it, for the ablation.
+    the gradient as the paper's appendix prints it, for the ablation. `distill` is the share of the loss of finetuning
+    that asks a member to agree with those trained before it; left out, it learns from its targets alone.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class OrthogonalDropout(Ensemble):
         roles: Mapping[str, str] | None = None,
         loss: Loss | None = None,
         literal_gradient: bool = False,
+        distill: float | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(network, loss)
@@ -73,6 +76,7 @@ class OrthogonalDropout(Ensemble):
         self.granularity = granularity
         self.init = init
         self.literal_gradient = bool(literal_gradient)
+        self.distill = check_share(distill, self.loss)
         self.seed = seed
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
 
@@ -125,7 +129,10 @@ class OrthogonalDropout(Ensemble):
                 tensor.requires_grad_(False)
         masks = {name: phase.mask(known[name], self.partition, name, member) for name in self.owners}
         put_on(network, masks, self._places)
-        return Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket))
+        commit = partial(self._commit, ticket=self._ticket)
+        if self.distill and phase.completes and self.trained:
+            return Distilled(network, step, self.loss, commit, lambda inputs: opinion(self, inputs), self.distill)
+        return Stage(network, step, self.loss, commit)
 
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Name the phases of a member: the first may start from given weights, the last takes what is left."""

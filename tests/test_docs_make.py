@@ -1,0 +1,65 @@
+"""The scripts that make tables for the site: what they measure on, and what they count."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cheaper
+import classifiers
+import held_out
+import plures
+from plures.lab.recipes import get_recipe
+from plures.lab.runs.open import data_for, network_for
+
+
+def test_held_out_images_are_those_that_no_training_saw(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path))
+    recipe = get_recipe("digits")
+    data = data_for(recipe, None)
+    found = held_out.images_for(SimpleNamespace(recipe=recipe, data=lambda _: data), None)
+    assert len(found) == 1347 - 300
+    assert not set(found.rows) & set(data.train.rows)
+    assert set(data.validation.rows) <= set(found.rows)
+    places = [list(found.rows).index(row) for row in data.validation.rows]
+    assert np.array_equal(found.labels[places], data.validation.labels)
+    assert found.info == data.info, "prepared as the training images were"
+
+
+def test_every_schedule_has_runs_of_its_own_and_the_usual_one_those_of_compare() -> None:
+    jobs = {one: cheaper.jobs_of(one, "digits-resnet", [0, 1], Path("runs")) for one in cheaper.SCHEDULES}
+    folders = [job.run for own in jobs.values() for job in own]
+    assert len(set(folders)) == len(folders) == 2 * len(cheaper.SCHEDULES)
+    assert Path("runs/digits-resnet/orthogonal-dropout/seed-1") in folders
+    parents = [job.recipe.weights for one, own in jobs.items() for job in own if one.parent]
+    assert set(parents) == {f"runs/digits-resnet/deterministic/seed-{seed}" for seed in (0, 1)}
+
+
+def test_training_is_counted_in_epochs_and_in_what_is_not_multiplied_by_zero(tmp_path: Path) -> None:
+    usual = next(one for one in cheaper.SCHEDULES if one.name == "split, as the recipe")
+    (job,) = cheaper.jobs_of(usual, "digits", [0], tmp_path)
+    network = network_for(job.recipe, 10, 1, 8)
+    plan = plures.OrthogonalDropout(network, job.recipe.members).plan()
+    records = [
+        {"stage": step.name, "phase": step.phase, "member": step.member, "epoch": epoch, "epochs": 30, "loss": 1}
+        | {"seconds": 1}
+        for step in plan
+        for epoch in range(job.recipe.epochs.of(step.phase))
+    ]
+    job.run.mkdir(parents=True)
+    (job.run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    epochs, multiplied = cheaper.cost(usual, job, tmp_path)
+    assert epochs == 5 * (30 + 3 + 30) - 3
+    assert multiplied == pytest.approx(33 * (1 + 0.8 + 0.6 + 0.4) + 30 * 0.2 + 5 * 30 * 0.2)
+
+
+def test_the_fixed_classifier_with_a_scale_shares_its_directions_and_no_more() -> None:
+    (job, *_) = classifiers.jobs_of("digits", [0], Path("runs"))[classifiers.SCALED]
+    roles = plures.roles(network_for(job.recipe, 10, 1, 8))
+    named = {name: str(role) for name, role in roles.items() if ".layer." in name or "exponent" in name}
+    assert sorted(named.values()) == ["private", "shared", "shared"]
+    folders = [jobs[0].run for jobs in classifiers.jobs_of("digits", [0], Path("runs")).values()]
+    assert all(one != other for one, other in pairwise(sorted(folders)))
