@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
     lines = [
-        f"| classifier | {' | '.join(f'{one} epochs per stage' for one in EPOCHS)} |",
+        f"| classifier | epochs per stage: {' | '.join(map(str, EPOCHS))} |",
         "|---|" + "---|" * len(EPOCHS),
     ]
     for name, make in FORMS.items():
