@@ -1,6 +1,7 @@
 """The scripts that make tables for the site: what they measure on, and what they count."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import cheaper
 import classifiers
 import held_out
 import plures
-from plures.lab.recipes import get_recipe
+from plures.lab.compare import pool
+from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, network_for
 
 
@@ -63,3 +65,23 @@ def test_the_fixed_classifier_with_a_scale_shares_its_directions_and_no_more() -
     assert sorted(named.values()) == ["private", "shared", "shared"]
     folders = [jobs[0].run for jobs in classifiers.jobs_of("digits", [0], Path("runs")).values()]
     assert all(one != other for one, other in pairwise(sorted(folders)))
+
+
+def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    epochs = Epochs(pretrain=4, prune=1, finetune=1, train=2)
+    small = replace(get_recipe("digits"), width=16, members=2, limit=120, validation=40, epochs=epochs)
+    monkeypatch.setitem(RECIPES, "digits", small)
+    kept = ("one network", "split, as the recipe", "split from one parent, a quarter", "split, a quarter, distilled")
+    monkeypatch.setattr(cheaper, "SCHEDULES", tuple(one for one in cheaper.SCHEDULES if one.name in kept))
+    monkeypatch.setattr(
+        cheaper, "make", lambda jobs, *_: [pool.make(pool.describe(job, None)) for job in jobs]
+    )  # no processes
+    for module in (cheaper, held_out):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    cheaper.main(["digits", "--runs", str(tmp_path / "runs")])
+    lines = (tmp_path / "cheaper-digits.md").read_text().splitlines()
+    spent = {cells[1].strip(): float(cells[2]) for line in lines[2:6] for cells in [line.split("|")]}
+    # A parent takes 2 epochs and spares the first pre-training; distilling the second member takes a third of an epoch.
+    assert spent == dict(zip(kept, (2, 11, 2 + 1 + 1 + 1 + 1, 5), strict=True))
+    assert "one network" in (tmp_path / "cheaper-digits.svg").read_text()
