@@ -201,9 +201,9 @@ def test_promises_need_held_out_data_and_enough_of_it(ensemble) -> None:
         with pytest.raises(PluresError, match="needs held-out data: call ensemble.calibrate"):
             ask()
     prediction = ensemble.calibrate(*clusters(50, seed=6)).predict(TEST[0])
-    with pytest.raises(PluresError, match="^coverage=0.99 takes at least 99 held-out samples, and there are 50$"):
+    with pytest.raises(PluresError, match="^coverage=0.99 needs at least 99 held-out samples, but there are 50$"):
         prediction.sets(coverage=0.99)
-    with pytest.raises(PluresError, match="^risk=0.01 with delta=0.05 takes at least 528 held-out samples"):
+    with pytest.raises(PluresError, match="^risk=0.01 with delta=0.05 needs at least 528 held-out samples"):
         prediction.abstain(risk=0.01)
     for coverage in (0, 1, -0.5, math.nan):
         with pytest.raises(PluresError, match="^coverage=.*; use a number between 0 and 1$"):
@@ -224,7 +224,7 @@ def test_bad_held_out_data_get_one_sentence_and_leave_the_calibration(ensemble) 
         "targets must lie between 0 and 4": (inputs, targets + 1),
         "400 held-out samples have 399 targets: give one for each": (inputs, targets[1:]),
         "targets must be integer class numbers": (inputs, targets.float()),
-        "Tensor came without targets: give both, or a loader": (inputs,),
+        "Tensor has no targets: give both, or a loader": (inputs,),
         "the loader gave Tensor; expected pairs": ([inputs],),
     }.items():
         with pytest.raises(PluresError, match=message):
@@ -269,7 +269,7 @@ def test_members_that_were_not_asked_are_nan_and_the_others_as_always(ensemble) 
     torch.testing.assert_close(some.members[asked], whole.members[asked])
     assert some.probabilities.isfinite().all()
     torch.testing.assert_close(some.probabilities.sum(1), torch.ones(1000))
-    with pytest.raises(PluresError, match="sets needs the answers of all members: predict without until="):
+    with pytest.raises(PluresError, match="sets needs the predictions of all members: call predict without until="):
         some.sets()
 
 
@@ -286,7 +286,7 @@ def test_other_methods_are_asked_one_by_one_as_well(name: str) -> None:
 
 def test_methods_of_one_pass_say_that_there_is_nothing_to_save() -> None:
     ensemble = train(plures.PackedEnsemble(network(), members=2), steps=2).calibrate(*HELD_OUT)
-    with pytest.raises(PluresError, match="PackedEnsemble runs all members at once: until= would save nothing"):
+    with pytest.raises(PluresError, match="PackedEnsemble runs all members in one pass: until= would save nothing"):
         ensemble.predict(TEST[0], until=0.9)
 
 

@@ -164,7 +164,7 @@ def test_promises_are_not_made_for_places(painted: plures.Ensemble) -> None:
         lambda: ensemble.predict(pictures(2, 4)[0], until=0.9),
     ):
         with pytest.raises(
-            PluresError, match="need one answer per sample: the places of one image are not independent"
+            PluresError, match="need one prediction per sample: the pixels or tokens of one sample are not independent"
         ):
             ask()
 

@@ -373,7 +373,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch):
         ("e.tflite", {}, "neither in .onnx nor in .pt2"),
         ("e.onnx", {"format": "tflite"}, "format='tflite'; use one of onnx, pt2"),
         ("none/e.onnx", {}, "there is no folder"),
-        ("e.pt2", {"int8": images(4)}, "int8 is made by onnxruntime"),
+        ("e.pt2", {"int8": images(4)}, "int8 needs the format onnx"),
     ]:
         with pytest.raises(plures.PluresError, match=words):
             plures.export(ensemble, tmp_path / path, images(2), **more)

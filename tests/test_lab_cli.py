@@ -502,7 +502,7 @@ def test_shift_and_unfamiliar_data(colour_run: Path, capsys: pytest.CaptureFixtu
     assert [row["score"] for row in found["ood"]["scores"]] == ["1 - max p", "entropy", "mutual information"]
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert all(word in table for word in ("calibrated NLL", "under shift", "recognising digits as unfamiliar", "AUROC"))
+    assert all(word in table for word in ("calibrated NLL", "under shift", "separating digits", "AUROC"))
 
 
 def test_other_data_of_the_same_name_are_not_measured(
@@ -522,7 +522,7 @@ def test_predictions_as_json_agree_with_the_table(
 ) -> None:
     (tmp_path / "folder" / "deeper").mkdir(parents=True)
     files = [digit(tmp_path / "folder" / name) for name in ("[red].png", "b.PNG", "deeper/c.png")]
-    (tmp_path / "folder" / "notes.txt").write_text("not a picture, and nobody said it was")
+    (tmp_path / "folder" / "notes.txt").write_text("not an image, and nobody said it was")
     assert main(["predict", str(run), str(tmp_path / "folder"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sorted(one["file"] for one in found["predictions"]) == sorted(map(str, files))
@@ -543,7 +543,7 @@ def test_predictions_as_json_agree_with_the_table(
 def test_bad_pictures_are_named_and_the_others_predicted(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty").mkdir()
     Image.new("RGB", (8, 8), "red").save(tmp_path / "colour.png")
     digit(tmp_path / "large.png", size=20)
@@ -561,7 +561,7 @@ def test_bad_pictures_are_named_and_the_others_predicted(
         one["error"] for one in found["failed"]
     ]
     assert all(one["file"][:100] in one["error"] for one in found["failed"]), "a name of any length is cut"
-    assert "huge.png is too large: pictures of at most 89,478,485 pixels" in answer.err
+    assert "huge.png is too large: images may have at most 89,478,485 pixels" in answer.err
     assert "colour.png was converted to grey" in caplog.text
     assert "large.png was brought from 20 x 20 to 8 x 8 pixels" in caplog.text
 

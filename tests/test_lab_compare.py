@@ -289,7 +289,7 @@ def test_ray_names_what_failed(tmp_path: Path) -> None:
         (["reproduce", "table1", "--seeds", "0"], "at least one"),
         (["compare", "digits", "--runs", "taken"], "taken"),
         (["report"], "no runs"),
-        (["report", "other"], "holds no run"),
+        (["report", "other"], "contains no run"),
         (["report", "nowhere"], "nowhere"),
     ],
 )
@@ -363,7 +363,7 @@ def test_rows_put_seeds_together_and_name_what_differs(finished: tuple[Compariso
 
 def test_unfinished_and_unlike_runs_are_refused(finished: tuple[Comparison, Path], tmp_path: Path) -> None:
     _, runs = finished
-    with pytest.raises(PluresError, match="holds no run"):
+    with pytest.raises(PluresError, match="contains no run"):
         rows_of([tmp_path])
     other = Job(replace(SHORT, limit=110), Variant("deterministic"), tmp_path / "digits/other/seed-0", "digits")
     make(describe(other, None))

@@ -166,7 +166,7 @@ def test_image_folder_and_parquet_give_the_same_cache(tmp_path):
     for split in ("train", "test"):
         write_parquet(tmp_path / "parquet" / f"{split}.parquet", pictures, labels)
         write_folder(tmp_path / "folder" / split, pictures, labels)
-    (tmp_path / "folder" / "train" / "ant" / "notes.txt").write_text("not a picture")
+    (tmp_path / "folder" / "train" / "ant" / "notes.txt").write_text("not an image")
     one = open_data(str(tmp_path / "parquet"))
     two = open_data(str(tmp_path / "folder"))
     assert one.fingerprint == two.fingerprint
@@ -188,7 +188,7 @@ def test_class_folders_alone_hold_a_fifth_out_to_test_on_always_the_same(tmp_pat
     unfamiliar = open_data(str(tmp_path / "plain"), like=data.info)  # nothing is trained on these
     assert (len(unfamiliar.train), len(unfamiliar.validation), len(unfamiliar.test)) == (0, 0, 40)
     write_folder(tmp_path / "single", random_pictures(1, 5, 5), [0])
-    with pytest.raises(PluresError, match="single picture"):
+    with pytest.raises(PluresError, match="single image"):
         open_data(str(tmp_path / "single"))
 
 
@@ -489,7 +489,7 @@ def test_pictures_that_changed_unseen_are_not_taken_for_the_old_ones(bugs, tmp_p
     write_parquet(file, random_pictures(40, 8, 8, 3), [1, 0] * 20)  # same size, and the time is put back
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     if file.stat().st_size == state.st_size:
-        with pytest.raises(PluresError, match="changed while being read: start again"):
+        with pytest.raises(PluresError, match="changed while they were read: start again"):
             open_data("bugs", data_dir=bugs, size=4)
     assert open_data("bugs", data_dir=bugs, size=4).fingerprint != before.fingerprint
     assert open_data("bugs", data_dir=bugs).train.labels[0] != before.train.labels[0]
@@ -650,7 +650,7 @@ def test_augmentation_that_makes_no_sense(options):
         Augment(**options)
 
 
-# --- single pictures --------------------------------------------------------------------------------------------------
+# --- single images --------------------------------------------------------------------------------------------------
 
 
 def test_read_image_prepares_a_file_as_the_data_were(bugs, tmp_path):

@@ -79,7 +79,7 @@ TABLES = {
     "nested labels with names": ({"labels": [[0], [1]], "metadata": named(["a", "b"])}, "label [0]"),
     "labels that are tables": ({"labels": [{"a": 1}, {"a": 2}]}, "struct<"),
     "no labels": ({"labels": pa.nulls(2)}, "label None"),
-    "labels of bytes": ({"labels": [b"a", b"b"]}, "none of the 0 classes"),
+    "labels of bytes": ({"labels": [b"a", b"b"]}, "not one of the 0 classes"),
     "labels between": ({"labels": [0.0, 0.5], "metadata": named(["a", "b"])}, "label 0.5"),
     "metadata no JSON": ({"metadata": b"{"}, "metadata"),
     "metadata no text": ({"metadata": b"\xff\xfe"}, "metadata"),
@@ -95,15 +95,15 @@ TABLES = {
     "too many names": ({"metadata": named(list(range(100_001)))}, "100,001 classes"),
     "no image column": ({"columns": {"label": [0, 1]}}, "image or img"),
     "no columns": ({"columns": {"x": [0, 1]}}, "label or fine_label"),
-    "images are numbers": ({"images": [1, 2]}, "no encoded picture"),
-    "images are nothing": ({"images": pa.nulls(2)}, "no encoded picture"),
-    "images without bytes": ({"images": [{"other": 1}] * 2}, "no encoded picture"),
+    "images are numbers": ({"images": [1, 2]}, "no encoded image"),
+    "images are nothing": ({"images": pa.nulls(2)}, "no encoded image"),
+    "images without bytes": ({"images": [{"other": 1}] * 2}, "no encoded image"),
     "path with NUL": ({"images": [{"bytes": None, "path": "a\0b"}] * 2}, "points to"),
-    "path of a device": ({"images": [{"bytes": None, "path": "/dev/zero"}] * 2}, "not an ordinary file"),
+    "path of a device": ({"images": [{"bytes": None, "path": "/dev/zero"}] * 2}, "not a regular file"),
     "path of 5,000 letters": ({"images": [{"bytes": None, "path": "x" * 5000}] * 2}, "too long"),
     "path of no file": ({"images": [{"bytes": None, "path": "nowhere.png"}] * 2}, "No such file"),
-    "path that is a number": ({"images": [{"bytes": None, "path": 7}] * 2}, "no encoded picture"),
-    "no rows": ({"images": pa.array([], pa.binary()), "labels": pa.array([], pa.int64())}, "no pictures"),
+    "path that is a number": ({"images": [{"bytes": None, "path": 7}] * 2}, "no encoded image"),
+    "no rows": ({"images": pa.array([], pa.binary()), "labels": pa.array([], pa.int64())}, "no images"),
 }
 
 
@@ -125,7 +125,7 @@ def test_column_twice(tmp_path):
 def test_tables_that_disagree_about_their_classes(tmp_path):
     parquet(tmp_path / "train.parquet", metadata=named(["ant", "bee"]))
     parquet(tmp_path / "test.parquet", metadata=named(["bee", "ant"]))
-    assert "name their classes differently" in refused(lambda: open_data(str(tmp_path)))
+    assert "have different class names" in refused(lambda: open_data(str(tmp_path)))
 
 
 @SEEDED
@@ -161,7 +161,7 @@ def test_paths_that_are_no_data(tmp_path):
         ("a\0b", "null"),
         ("\udcff", "no data set"),
         ("~nobody-of-this-name/birds", "home folder"),
-        ("", "no data is named"),
+        ("", "no data is given"),
     ):
         assert words in refused(lambda name=name: open_data(name)), name
     refused(lambda: open_data("digits", data_dir="~nobody-of-this-name"))
@@ -170,7 +170,7 @@ def test_paths_that_are_no_data(tmp_path):
 
 def test_pipe_among_tables_does_not_keep_us_waiting(tmp_path):
     os.mkfifo(tmp_path / "train.parquet")
-    assert "not an ordinary file" in refused(lambda: open_data(str(tmp_path)))
+    assert "not a regular file" in refused(lambda: open_data(str(tmp_path)))
 
 
 def test_folders_that_hold_odd_things(tmp_path):
@@ -181,7 +181,7 @@ def test_folders_that_hold_odd_things(tmp_path):
         (home / name / "2.pgm").write_bytes(PICTURE)
     (home / os.fsdecode(b"ant/caf\xe9.pgm")).write_bytes(PICTURE)  # a file's name need not be UTF-8
     assert len(open_data(str(home), validation=0).test) == 1
-    for odd, words in (("ant/pipe.png", "not an ordinary file"), ("ant/gone.png", "No such file")):
+    for odd, words in (("ant/pipe.png", "not a regular file"), ("ant/gone.png", "No such file")):
         os.mkfifo(home / odd) if "pipe" in odd else (home / odd).symlink_to("nowhere")
         assert words in refused(lambda: open_data(str(home)))
         (home / odd).unlink()
@@ -213,9 +213,9 @@ def test_paths_that_are_no_pictures(tmp_path, monkeypatch):
     with (tmp_path / "sparse.png").open("wb") as file:
         file.truncate(2**40)
     for path, words in (
-        (tmp_path / "pipe.png", "not an ordinary file"),
-        ("/dev/zero", "not an ordinary file"),
-        (tmp_path, "not an ordinary file"),
+        (tmp_path / "pipe.png", "not a regular file"),
+        ("/dev/zero", "not a regular file"),
+        (tmp_path, "not a regular file"),
         (tmp_path / "sparse.png", "sparse.png is too large"),
         ("x" * 5000, "too long"),
         ("a\0b", "null"),
@@ -234,14 +234,14 @@ def test_picture_that_is_too_large_is_called_so(tmp_path):
     for width, height in ((100_000, 100_000), (10_000, 10_000), (2**31 - 1, 1)):
         (tmp_path / "large.png").write_bytes(png(width, height, pixels=b""))
         message = refused(lambda: read_image(tmp_path / "large.png", INFO))
-        assert "too large: pictures of at most 89,478,485 pixels" in message
+        assert "too large: images may have at most 89,478,485 pixels" in message
 
 
 def test_nothing_but_pixels_is_opened(tmp_path):
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "EPS")  # would be drawn by another program
     (tmp_path / "program.png").write_bytes(stream.getvalue())
-    assert "not a picture" in refused(lambda: read_image(tmp_path / "program.png", INFO))
+    assert "not an image" in refused(lambda: read_image(tmp_path / "program.png", INFO))
 
 
 def test_picture_without_pixels(tmp_path):
@@ -325,7 +325,7 @@ def test_memory_is_bounded(tmp_path):
     assert answer.returncode == 0, answer.stderr[-2000:]
     assert "label 1099511627776" in answer.stdout
     assert "too large" in answer.stdout.splitlines()[1]
-    assert "not a picture" in answer.stdout.splitlines()[2]
+    assert "not an image" in answer.stdout.splitlines()[2]
     assert "accepted" not in answer.stdout
 
 

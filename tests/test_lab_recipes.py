@@ -70,7 +70,7 @@ def test_json_with_an_unknown_field_is_refused():
 def test_an_unknown_recipe_is_answered_with_the_nearest():
     with pytest.raises(PluresError, match="did you mean .*cifar10-cpu"):
         get_recipe("cifar-10-cpu")
-    with pytest.raises(PluresError, match="accepted are digits, .*cifar10"):
+    with pytest.raises(PluresError, match="use one of digits, .*cifar10"):
         get_recipe("imagenet21k")
 
 

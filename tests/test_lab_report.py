@@ -319,7 +319,7 @@ def test_the_page_tells_versions_fingerprints_and_commands(html: str, runs: Path
 
 
 def test_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PluresError, match="holds no run"):
+    with pytest.raises(PluresError, match="contains no run"):
         write_report(rows_of([tmp_path]), tmp_path / "page.html", data_dir=None, command="")
     assert not (tmp_path / "page.html").exists()
 

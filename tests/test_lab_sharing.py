@@ -67,7 +67,7 @@ def test_an_ensemble_of_ones_own_loop(tmp_path):
     )
     assert torch.equal(plures.from_hub(place, networks.mlp())(images()), ensemble(images()))
     assert "| accuracy | 0.5000 |" in (tmp_path / "mine/README.md").read_text()
-    with pytest.raises(plures.PluresError, match="does not say what its network is"):
+    with pytest.raises(plures.PluresError, match="does not name its network"):
         plures.from_hub(place)
     with pytest.raises(plures.PluresError, match="was saved from another network"):
         plures.from_hub(place, networks.resnet())
@@ -120,7 +120,7 @@ def test_the_hub_is_asked_for_the_files_that_are_read_and_no_others(published, m
 def test_what_is_not_there_is_told_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(plures.PluresError, match="holds no ensemble.safetensors"):
+    with pytest.raises(plures.PluresError, match="has no ensemble.safetensors"):
         plures.from_hub(tmp_path / "empty")
     with pytest.raises(plures.PluresError, match="is not a run folder"):
         plures.push_to_hub(tmp_path / "empty", tmp_path / "there")

@@ -403,7 +403,7 @@ def test_a_run_goes_on_with_the_threads_that_it_was_begun_with(tmp_path, monkeyp
     finally:
         torch.set_num_threads(here)
     assert set(seen) == {2}
-    assert "began with 2 threads" in caplog.text
+    assert "started with 2 threads" in caplog.text
     assert RunFolder(tmp_path / "run").config()["environment"]["threads"] == 2
 
 
@@ -610,7 +610,7 @@ def test_plain_lines_tell_stages_and_the_skipped_prune(capsys):
     err = capsys.readouterr().err
     assert "[1/5] member 0 pretrain  epoch 2/2  loss" in err
     assert "[5/5] member 1 finetune  epoch 2/2" in err
-    assert "member 1 takes all the weights that are left: its prune stage is skipped" in err
+    assert "member 1 takes all remaining weights: its prune stage is skipped" in err
 
 
 def test_quiet_means_quiet(capsys):
@@ -678,7 +678,7 @@ def test_a_stage_that_ends_underconfident_says_so(caplog: pytest.LogCaptureFixtu
     longer = dataclasses.replace(RECIPE, epochs=Epochs(train=20), learning_rate=0.5, crop=0)
     with caplog.at_level(logging.WARNING, "plures"):
         fit(ensemble, make_data(), longer, quiet=True)
-    assert "ends underconfident: right on" in caplog.text
+    assert "ends underconfident: its accuracy" in caplog.text
 
 
 def test_finetuning_may_start_at_a_rate_of_its_own(tmp_path: Path) -> None:

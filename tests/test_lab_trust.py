@@ -62,7 +62,7 @@ def test_predict_promises(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "one of" in capsys.readouterr().out
     assert main([*words, "--risk", "0.5"]) == 0
     assert main([*words, "--risk", "0.0001"]) == 2
-    assert "takes at least" in capsys.readouterr().err
+    assert "needs at least" in capsys.readouterr().err
     assert main([*words[:3], "--coverage", "2"]) == 2
     assert "coverage=2.0; use a number between 0 and 1" in capsys.readouterr().err
 
@@ -82,7 +82,7 @@ def test_trust_is_measured_once_and_kept(runs: Path, monkeypatch: pytest.MonkeyP
     assert "accuracy % under shift" in titles
     assert "AUROC % of other data" in titles
     (folder / "trust.json").write_text("[]")
-    with pytest.raises(PluresError, match="trust.json cannot be read .*: remove it, and it is made again"):
+    with pytest.raises(PluresError, match="trust.json cannot be read .*: remove it, and it is measured again"):
         kept_trust(folder)
     (folder / "trust.json").write_text(json.dumps(found))
 

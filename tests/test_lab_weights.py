@@ -52,4 +52,4 @@ def test_weights_that_do_not_fit_are_refused(single: Path, tmp_path: Path, capsy
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04N.")
     assert "cannot be read" in refused(tmp_path / "pickle.pt")
     assert main(["train", "digits", "--run", str(tmp_path / "many"), *SHORT]) == 0
-    assert "holds several networks" in refused(tmp_path / "many")
+    assert "has several networks" in refused(tmp_path / "many")

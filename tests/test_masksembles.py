@@ -233,7 +233,7 @@ def test_attention_networks_predict_the_same_with_and_without_gradients():
         (networks.resnet, {"layers": ["clasifier"]}, "did you mean classifier"),
         (networks.mlp, {"layers": []}, "no layer to mask"),
         (networks.mlp, {"init": "old"}, "init='old'"),
-        (lambda: nn.Linear(5, 4), {}, "one layer only"),
+        (lambda: nn.Linear(5, 4), {}, "only one layer"),
         (nn.ReLU, {}, "no Linear or convolution"),
         (lambda: None, {}, "must be an nn.Module"),
     ],

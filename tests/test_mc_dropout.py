@@ -256,10 +256,10 @@ def test_sites_and_rates_come_back_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"rate": 0.0}, "the dropout rate of 'blocks.0.conv2' is 0.0; it lies between 0 and 1"),
-        ({"rate": 1.0}, "it lies between 0 and 1"),
-        ({"rate": -0.1}, "it lies between 0 and 1"),
-        ({"rate": "high"}, "it lies between 0 and 1"),
+        ({"rate": 0.0}, "the dropout rate of 'blocks.0.conv2' is 0.0; use a number above 0 and below 1"),
+        ({"rate": 1.0}, "use a number above 0 and below 1"),
+        ({"rate": -0.1}, "use a number above 0 and below 1"),
+        ({"rate": "high"}, "use a number above 0 and below 1"),
         ({"sites": {"stem": 2}}, "the dropout rate of 'stem' is 2"),
         ({"passes": 0}, "passes=0"),
         ({"passes": 1.5}, "passes=1.5"),
@@ -290,5 +290,5 @@ def test_a_site_that_gets_no_positional_input_is_refused():
         def forward(self, x):
             return self.last(input=self.first(x))
 
-    with pytest.raises(PluresError, match="site 'last' gets its input by name"):
+    with pytest.raises(PluresError, match="site 'last' gets its input as a named argument"):
         MCDropout(Named())(torch.randn(2, 4))

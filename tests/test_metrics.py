@@ -417,7 +417,7 @@ WRONG_PAIRS = {
     "nan": (
         GOOD * torch.tensor([1.0, math.nan]),
         LABELS,
-        "probabilities of shape (2, 2) contains NaN: look for a model that diverged or a broken input.",
+        "probabilities of shape (2, 2) contains NaN: check for a model that diverged or for broken inputs.",
     ),
     "sum": (3 * GOOD, LABELS, f"probabilities of shape (2, 2) has a row that sums to 3, not 1: {LOGITS}"),
     "infinite": (
@@ -433,10 +433,10 @@ WRONG_PAIRS = {
     "complex": (
         GOOD.to(torch.complex64),
         LABELS,
-        "probabilities of shape (2, 2) must hold real numbers, got torch.complex64.",
+        "probabilities of shape (2, 2) must contain real numbers, got torch.complex64.",
     ),
     "list": (GOOD.tolist(), LABELS, "probabilities must be a torch tensor or a numpy array, got list."),
-    "words": (GOOD, np.array(["cat", "dog"]), "targets must hold numbers, got a numpy array of <U3."),
+    "words": (GOOD, np.array(["cat", "dog"]), "targets must contain numbers, got a numpy array of <U3."),
 }
 
 
@@ -480,7 +480,7 @@ WRONG_CALLS = {
     ),
     "outside": (
         lambda: metrics.ood(GOOD[0], torch.tensor([math.nan])),
-        "outside_scores of shape (1,) contains NaN: look for a model that diverged or a broken input.",
+        "outside_scores of shape (1,) contains NaN: check for a model that diverged or for broken inputs.",
     ),
     "no bins": (lambda: metrics.ece(GOOD, LABELS, bins=0), "bins must be a whole number of at least 1, got 0."),
     "half a bin": (lambda: metrics.ece(GOOD, LABELS, bins=1.5), "bins must be a whole number of at least 1, got 1.5."),
@@ -526,7 +526,7 @@ def test_places_that_nobody_labelled_are_left_out():
     places[::3] = -100
     kept = places != -100
     assert metrics.nll(dense, places.reshape(2, 6)) == pytest.approx(metrics.nll(probabilities[kept], targets[kept]))
-    with pytest.raises(PluresError, match="label at least one place"):
+    with pytest.raises(PluresError, match="at least one label is needed"):
         metrics.nll(dense, torch.full((2, 6), -100))
 
 

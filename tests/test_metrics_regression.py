@@ -80,7 +80,7 @@ def test_wrong_input_gets_one_sentence():
         ),
         (
             lambda: metrics.rmse(two * torch.nan, two),
-            "mean of shape (2,) contains NaN: look for a model that diverged or a broken input.",
+            "mean of shape (2,) contains NaN: check for a model that diverged or for broken inputs.",
         ),
     ):
         with pytest.raises(PluresError) as caught:

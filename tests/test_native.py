@@ -286,7 +286,7 @@ def test_a_folder_that_others_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for place in (folder, folder.parent):
         place.chmod(0o777)
-        with pytest.raises(library.UnavailableError, match="others can write to"):
+        with pytest.raises(library.UnavailableError, match="other users can write to"):
             library.cache_folder()
         place.chmod(0o700)
     assert stat.S_IMODE(library.cache_folder().stat().st_mode) == 0o700

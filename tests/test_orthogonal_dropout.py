@@ -191,7 +191,7 @@ def test_the_stages_are_those_of_the_paper(caplog) -> None:
         (2, "pretrain"), (2, "finetune"),
     ]  # fmt: skip
     assert seen[1][2] == "member 0 prune"
-    assert "member 2 takes all the weights that are left: its prune stage is skipped" in caplog.text
+    assert "member 2 takes all remaining weights: its prune stage is skipped" in caplog.text
     assert all(step.committed for step in ensemble.plan())
     assert list(ensemble.stages()) == []
     random = OrthogonalDropout(mlp(), members=3, optimize_masks=False)
@@ -406,7 +406,7 @@ def test_bad_options_are_refused(options, message: str) -> None:
 def test_bad_networks_and_members_are_refused() -> None:
     with pytest.raises(PluresError, match="network must be an nn.Module, not str"):
         OrthogonalDropout("resnet18")  # type: ignore[arg-type]
-    with pytest.raises(PluresError, match="has no Linear to take for the classifier"):
+    with pytest.raises(PluresError, match="has no Linear layer that could be the classifier"):
         OrthogonalDropout(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), classifier="fixed")
     ensemble = OrthogonalDropout(mlp(), members=3)
     with pytest.raises(PluresError, match="no member of this ensemble is trained"):
@@ -461,7 +461,7 @@ def test_a_loss_is_asked_for_again_after_loading(tmp_path) -> None:
         stage.commit()
         break
     plures.save(ensemble, tmp_path / "e")
-    with pytest.raises(PluresError, match="trained with a loss of its own"):
+    with pytest.raises(PluresError, match="trained with a custom loss"):
         next(plures.load(tmp_path / "e", mlp()).stages())(INPUTS, TARGETS)
     again = plures.load(tmp_path / "e", mlp(), loss=lambda logits, targets: logits.mean())
     next(again.stages())(INPUTS, TARGETS)
@@ -493,9 +493,9 @@ def test_a_given_network_with_a_hole_is_pretrained_again() -> None:
     for member in (1, 0):
         ensemble.discard(member, network)
     assert next(ensemble.stages()).name == "member 0 prune"
-    with pytest.raises(PluresError, match="the ensemble was made of another network"):
+    with pytest.raises(PluresError, match="the ensemble was made from another network"):
         ensemble.discard(0, networks.mlp())
-    with pytest.raises(PluresError, match="leave out the network"):
+    with pytest.raises(PluresError, match="leave it out"):
         OrthogonalDropout(network, members=2).discard(0, network)
 
 

@@ -196,7 +196,11 @@ def test_what_cannot_be_traced_runs_layer_by_layer() -> None:
 @needs_library
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(DecidesByActivations, "decides by its activations"), (ChoosesRows, "decides by"), (MixesSamples, "differ by")],
+    [
+        (DecidesByActivations, "depends on activations"),
+        (ChoosesRows, "depends on"),
+        (MixesSamples, "differ by"),
+    ],
 )
 def test_members_that_one_pass_cannot_run_are_networks_of_their_own(make, reason, caplog) -> None:
     ensemble = trained(networks.reproducible(make)())
@@ -224,7 +228,7 @@ def test_a_decision_that_comes_later_is_refused() -> None:
     engine = trained(Late()).engine("owned")
     engine.predict(networks.images(3))
     Late.late = True
-    with pytest.raises(PluresError, match=r"decides by its activations \(__bool__\).*unfolded"):
+    with pytest.raises(PluresError, match=r"depends on activations \(__bool__\).*unfolded"):
         engine.predict(networks.images(3))
 
 
@@ -296,7 +300,7 @@ def test_some_members_of_every_engine() -> None:
         engine = ensemble.engine(kind)
         torch.testing.assert_close(engine.predict(images, members=[2, 1]).members, whole[[2, 1]])
         for wrong in ([], [3], [0, 0]):
-            with pytest.raises(PluresError, match=r"use some of \[0, 1, 2\]"):
+            with pytest.raises(PluresError, match=r"use one or more of \[0, 1, 2\]"):
                 engine.predict(images, members=wrong)
 
 

@@ -182,11 +182,11 @@ def test_the_wrong_verb_gets_one_sentence() -> None:
     classifier = train(plures.Deterministic(network(3)), (x, torch.zeros(20, dtype=torch.long)), steps=1)
     with pytest.raises(PluresError, match="trained with cross_entropy and returns logits of classes: call predict"):
         classifier.regress(x)
-    with pytest.raises(PluresError, match=r"targets of shape \[20, 3\] do not fit answers of shape \[20, 1\]"):
+    with pytest.raises(PluresError, match=r"targets of shape \[20, 3\] do not fit predictions of shape \[20, 1\]"):
         made().calibrate(x, targets.expand(-1, 3))
     with pytest.raises(PluresError, match="an even number"):
         plures.GaussianNLL()(torch.randn(4, 3), torch.randn(4, 1))
     with pytest.raises(PluresError, match="give targets of the means' shape"):
         plures.GaussianNLL()(torch.randn(4, 4), torch.randn(4))
-    with pytest.raises(PluresError, match="takes at least 99 held-out samples, and there are 20"):
+    with pytest.raises(PluresError, match="needs at least 99 held-out samples, but there are 20"):
         made().calibrate(x, targets).regress(x).interval(0.99)

@@ -219,7 +219,7 @@ def test_files_that_are_none_of_ours(saved, tmp_path) -> None:
     with pytest.raises(PluresError, match=r"has format 99, written by plures 9\.0"):
         plures.load(newer, network())
     unknown = rewritten(saved, tmp_path / "unknown.safetensors", method="Magic")
-    with pytest.raises(PluresError, match="holds a Magic"):
+    with pytest.raises(PluresError, match="contains a Magic"):
         plures.load(unknown, network())
     bent = rewritten(saved, tmp_path / "bent.safetensors", state={})
     with pytest.raises(PluresError, match="cannot be read as an ensemble"):
@@ -247,7 +247,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("plures.storage.save_file", no_room)
-    with pytest.raises(PluresError, match="No space left on device; what was there before is unchanged"):
+    with pytest.raises(PluresError, match="No space left on device; an existing file is unchanged"):
         plures.save(ensemble, path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["ensemble.safetensors"]

@@ -127,7 +127,7 @@ class Prediction:
         prediction = Prediction.from_members(ensemble(images).softmax(2))
         """
         if abstain_below is not None and not 0 <= abstain_below <= 1:
-            raise PluresError(f"abstain_below={abstain_below}; a confidence lies between 0 and 1")
+            raise PluresError(f"abstain_below={abstain_below}; use a number from 0 to 1")
         mean = members.mean(0)
         something = bool(members.numel())
         probabilities = calibration.probabilities(members) if calibration is not None and something else mean
@@ -148,7 +148,7 @@ class Prediction:
 
     def _whole(self, asked: str) -> Tensor:
         if bool((self.members_used < len(self.members)).any()):
-            raise PluresError(f"{asked} needs the answers of all members: predict without until=")
+            raise PluresError(f"{asked} needs the predictions of all members: call predict without until=")
         return self.uncalibrated
 
 

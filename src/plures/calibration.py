@@ -152,8 +152,8 @@ class ClassCalibration:
     def _need_samples(self, what: str) -> None:
         if not len(self.probability):
             raise PluresError(
-                f"{what} need one answer per sample: the places of one image are not independent, so nothing can be "
-                "promised of them"
+                f"{what} need one prediction per sample: the pixels or tokens of one sample are not independent, so "
+                "nothing can be guaranteed for them"
             )
 
 
@@ -182,7 +182,7 @@ class NumberCalibration:
         true = numbers("targets", targets, rank=None).detach().cpu()
         true = true[:, None] if true.dim() == 1 and mean.dim() == 2 and mean.shape[1] == 1 else true
         if true.shape != mean.shape:
-            raise PluresError(f"targets of shape {list(true.shape)} do not fit answers of shape {list(mean.shape)}")
+            raise PluresError(f"targets of shape {list(true.shape)} do not fit predictions of shape {list(mean.shape)}")
         residual = (true - mean.cpu()).abs().double()
         spread = std.cpu().double()
         ratio = (residual / torch.where(spread > 0, spread, 1)).square().mean(dim=0).sqrt()
@@ -205,7 +205,7 @@ class NumberCalibration:
         if not normalised:
             return quantile(self.residual, coverage).to(std).expand_as(std)
         if not bool((self.std > 0).all()):
-            raise PluresError("some held-out standard deviations are 0: ask for intervals with normalised=False")
+            raise PluresError("some held-out standard deviations are 0: use intervals with normalised=False")
         return quantile(self.residual / self.std, coverage).to(std) * std
 
     def summary(self) -> str:
@@ -244,7 +244,9 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
     if kind is None:
         return None
     if kind not in KINDS:
-        raise PluresError(f"the file holds a calibration of kind {kind!r}, which this version does not know")
+        raise PluresError(
+            f"the file has a calibration of kind {kind!r}, which this version cannot read: upgrade plures"
+        )
     made = KINDS[kind](**{field.name: read(PREFIX + field.name) for field in fields(KINDS[kind])})
     expected = made.shapes()
     for name, tensor in vars(made).items():

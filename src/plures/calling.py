@@ -73,7 +73,7 @@ def refuse_nan(inputs: Any) -> None:
     for tensor in (*args, *kwargs.values()):
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
             place = tensor.isnan().nonzero()[0].tolist()
-            raise PluresError(f"the inputs hold NaN, first at {place}: clean the data before predicting")
+            raise PluresError(f"the inputs contain NaN, first at {place}: clean the data before predicting")
 
 
 def batch_of(inputs: Any) -> Tensor | None:

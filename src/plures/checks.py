@@ -23,11 +23,11 @@ def unknown(kind: str, given: str, known: Iterable[str]) -> PluresError:
     """Make the error for a name that is not known, with what is accepted and the names that come near.
 
     >>> str(unknown("recipe", "digit", ["digits", "cifar10"]))
-    "there is no recipe 'digit': accepted are digits, cifar10; did you mean digits?"
+    "there is no recipe 'digit': use one of digits, cifar10; did you mean digits?"
     """
     known = list(known)
     accepted = ", ".join(known) or "none"
-    return PluresError(f"there is no {kind} {given!r}: accepted are {accepted}{nearest(given, known)}")
+    return PluresError(f"there is no {kind} {given!r}: use one of {accepted}{nearest(given, known)}")
 
 
 def one_of(name: str, value: Any, accepted: Collection[Any]) -> None:

@@ -270,8 +270,8 @@ def refuse_one_class(loss: Loss, logits: Tensor) -> None:
     """Refuse to train one number per sample with cross-entropy, which is zero for a single class."""
     if is_for_classes(loss) and logits.dim() > 1 and logits.shape[class_axis(loss)] == 1:
         raise PluresError(
-            f"the network returned {list(logits.shape)}: one number per sample, and its cross-entropy is always zero; "
-            "return one logit per class (two for yes and no), or give a loss of your own, as for regression: loss=..."
+            f"the network returned {list(logits.shape)}: one number per sample, and its cross-entropy is always zero: "
+            "return one logit per class (two for a yes-no question), or give another loss, as for regression: loss=..."
         )
 
 

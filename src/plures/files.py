@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise PluresError(f"cannot write {path}: {reason}; what was there before is unchanged") from error
+        raise PluresError(f"cannot write {path}: {reason}; an existing file is unchanged") from error
     finally:
         with contextlib.suppress(OSError, ValueError):
             beside.unlink(missing_ok=True)

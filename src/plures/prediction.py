@@ -124,7 +124,9 @@ class Predictor(nn.Module):
 
     def ask(self, index: int, batches: list[Any]) -> Tensor:
         """Return what one member's network gives for several batches, joined: what members on demand are asked by."""
-        raise PluresError(f"{type(self).__name__} runs all members at once: until= would save nothing, leave it out")
+        raise PluresError(
+            f"{type(self).__name__} runs all members in one pass: until= would save nothing, leave it out"
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set `training`, and leave the networks in eval mode."""
@@ -201,7 +203,7 @@ class Predictor(nn.Module):
         if found is not None and found.members != members:
             raise PluresError(
                 f"this ensemble was calibrated with {found.members} members and has {members} now: calibrate it again, "
-                "or ask with calibrated=False"
+                "or call with calibrated=False"
             )
 
     def _fitted(self, batches: Iterable[tuple[Any, Tensor]], size: int | None, per_member: bool) -> Calibration:
@@ -215,7 +217,7 @@ class Predictor(nn.Module):
             if len(answers[-1]) != len(targets):
                 raise PluresError(f"{len(answers[-1])} held-out samples have {len(targets)} targets: give one for each")
         if not sum(map(len, answers)):
-            raise PluresError("there are no held-out samples: calibrate on at least one, better on some hundreds")
+            raise PluresError("there are no held-out samples: calibrate on at least one, better on a few hundred")
         members = torch.cat([one.members.cpu() for one in answers], dim=1)
         if not numbers:
             return ClassCalibration.fit(members, torch.cat(truth), per_member)
@@ -245,7 +247,7 @@ def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:
     """Read held-out data: inputs with targets, or a loader of both."""
     pairs: Iterable[Any] = [(inputs, targets)] if targets is not None else inputs
     if targets is None and (isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable)):
-        raise PluresError(f"{type(inputs).__name__} came without targets: give both, or a loader of (inputs, targets)")
+        raise PluresError(f"{type(inputs).__name__} has no targets: give both, or a loader of (inputs, targets)")
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PluresError(f"the loader gave {type(pair).__name__}; expected pairs of inputs and targets")

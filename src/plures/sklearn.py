@@ -143,7 +143,7 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         check_classification_targets(y)
         self.classes_, targets = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"y has one class only, {self.classes_[0]!r}: a classifier needs two classes or more")
+            raise ValueError(f"y has only one class, {self.classes_[0]!r}: a classifier needs two classes or more")
         self._fit(X, torch.from_numpy(targets.astype(np.int64)), len(self.classes_))
         return self
 

@@ -120,7 +120,7 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
     def fill(document: dict[str, Any], stored: Stored) -> None:
         _same_shapes(path, ensemble.shapes, document["shapes"])
         if document["method"] != type(ensemble).__name__:
-            raise PluresError(f"{path} holds a {document['method']}, not a {type(ensemble).__name__}")
+            raise PluresError(f"{path} contains a {document['method']}, not a {type(ensemble).__name__}")
         ensemble.fill(stored)
         ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
 
@@ -179,11 +179,13 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
 def _method(path: Path, name: str, given: type[Ensemble] | None) -> type[Ensemble]:
     if given is not None:
         if name != given.__name__:
-            raise PluresError(f"{path} holds a {name}, not a {given.__name__}: leave out method=, or give that class")
+            raise PluresError(
+                f"{path} contains a {name}, not a {given.__name__}: leave out method=, or give that class"
+            )
         return given
     if name not in METHODS:
         raise PluresError(
-            f"{path} holds a {name}, which plures {__version__} does not know: if it is a method of your own, give its "
+            f"{path} contains a {name}, which plures {__version__} does not know: if it is your own method, give its "
             "class, plures.load(..., method=...)"
         )
     found: type[Ensemble] = getattr(import_module(METHODS[name]), name)
@@ -201,7 +203,7 @@ def _document(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if document["format"] > FORMAT:
         raise PluresError(
             f"{path} has format {document['format']}, written by plures {document['library']}; this is plures "
-            f"{__version__}, which reads up to format {FORMAT}: upgrade it"
+            f"{__version__}, which reads formats up to {FORMAT}: upgrade it"
         )
     for name, kind in PARTS.items():
         if not isinstance(document[name], kind):
@@ -214,7 +216,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _missing_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    raise PluresError("this ensemble was trained with a loss of its own: give it again, plures.load(..., loss=...)")
+    raise PluresError("this ensemble was trained with a custom loss: give it again, plures.load(..., loss=...)")
 
 
 def _same_network(path: Path, network: nn.Module, stored: dict[str, list[int]], tied: dict[str, str]) -> None:

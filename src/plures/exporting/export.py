@@ -74,7 +74,7 @@ def export(
     path = Path(path)
     chosen = _format(path, format)
     if int8 is not None and chosen != "onnx":
-        raise PluresError(f"int8 is made by onnxruntime, and {path} is written as {chosen}: use format='onnx'")
+        raise PluresError(f"int8 needs the format onnx, but {path} is written as {chosen}: use format='onnx'")
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
     if chosen == "onnx":
@@ -98,7 +98,7 @@ def export(
 def _format(path: Path, given: str | None) -> Format:
     found = given or path.suffix.removeprefix(".")
     if given is None and found not in get_args(Format):
-        raise PluresError(f"{path} ends neither in .onnx nor in .pt2: name it so, or give the format")
+        raise PluresError(f"{path} ends neither in .onnx nor in .pt2: change the name, or give the format")
     one_of("format", found, get_args(Format))
     return "onnx" if found == "onnx" else "pt2"
 

@@ -54,7 +54,7 @@ def serialised(model: Any, about: Mapping[str, str]) -> bytes:
     onnx.helper.set_model_props(model, dict(about))
     if model.ByteSize() > LARGEST:
         raise PluresError(
-            f"an ONNX file holds at most 2 GB, and this ensemble takes {model.ByteSize():,} bytes: use format='pt2'"
+            f"an ONNX file has at most 2 GB, but this ensemble takes {model.ByteSize():,} bytes: use format='pt2'"
         )
     contents: bytes = model.SerializeToString()
     return contents

@@ -52,7 +52,7 @@ def _with_two_samples(given: Arguments) -> Arguments:
     """Repeat a single sample: torch takes an axis of length one for one that always is."""
     tensors = list(named_tensors(given).values())
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
-        raise PluresError("example_inputs hold no batch: give what ensemble.predict takes, with at least one sample")
+        raise PluresError("example_inputs are empty: give inputs for ensemble.predict with at least one sample")
     if len(tensors[0]) > 1:
         return given
     doubled = [torch.cat([tensor, tensor]) if _batched(tensor, tensors) else tensor for tensor in tensors]

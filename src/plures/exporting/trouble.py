@@ -30,7 +30,8 @@ def untraceable(answer: nn.Module, tensors: Sequence[Tensor], failures: Sequence
         where = f"{watch.operator} in {watch.module}"
         return PluresError(f"cannot export the network: {where} cannot be traced ({_brief(error)}); {ADVICE}")
     return PluresError(
-        f"cannot export the network: its code fixes the number of samples ({_brief(failures[-1])}); {ADVICE}"
+        f"cannot export the network: its code works only for a fixed number of samples ({_brief(failures[-1])}); "
+        f"{ADVICE}"
     )
 
 

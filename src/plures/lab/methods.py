@@ -107,7 +107,7 @@ def imported(kind: str, name: str) -> Any:
     try:
         return operator.attrgetter(attribute)(import_module(module))
     except AttributeError:
-        raise PluresError(f"the module {module!r} has no {attribute!r}, which the {kind} {name!r} asks for") from None
+        raise PluresError(f"the module {module!r} has no {attribute!r}, which the {kind} {name!r} needs") from None
     except Exception as error:  # importing runs the user's code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise PluresError(f"the module {module!r} of the {kind} {name!r} cannot be imported: {reason}") from error

@@ -32,13 +32,13 @@ class Epochs:
     def __post_init__(self) -> None:
         for phase, epochs in asdict(self).items():
             if not 0 <= epochs < 1 << 31:
-                raise PluresError(f"epochs.{phase} is {epochs}, but must be zero or more, and not astronomical")
+                raise PluresError(f"epochs.{phase} is {epochs}, but must be from 0 to 2**31 - 1")
 
     def of(self, phase: str) -> int:
         """Return the epochs of one phase."""
         known = asdict(self)
         if phase not in known:
-            raise PluresError(f"a recipe has no epochs for the phase {phase!r}; it knows {', '.join(known)}")
+            raise PluresError(f"a recipe has no epochs for the phase {phase!r}; use one of {', '.join(known)}")
         return int(known[phase])
 
     def times(self, factor: float) -> "Epochs":
@@ -126,7 +126,9 @@ class Recipe:
         """Make the recipe that `as_json` described."""
         known = {one.name for one in fields(cls)}
         if others := sorted(set(values) - known):
-            raise PluresError(f"a recipe has no {', '.join(others)}: it was written by another version of plures")
+            raise PluresError(
+                f"the recipe has the unknown settings {', '.join(others)}: another version of plures wrote it"
+            )
         tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**{**tuples, "epochs": Epochs(**values["epochs"])} if "epochs" in values else tuples)
 

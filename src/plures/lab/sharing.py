@@ -81,11 +81,11 @@ def from_hub(
     folder = Path(source) if _is_folder(source) else _downloaded(str(source), revision)
     _refuse_pickles(str(source), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
     if not (folder / ENSEMBLE).is_file():
-        raise PluresError(f"{source} holds no {ENSEMBLE}: it was not published by plures.push_to_hub")
+        raise PluresError(f"{source} has no {ENSEMBLE}: it was not published by plures.push_to_hub")
     if network is not None:
         return load(folder / ENSEMBLE, network)
     if not (folder / CONFIG).is_file():
-        raise PluresError(f"{source} does not say what its network is: give it, plures.from_hub(..., network)")
+        raise PluresError(f"{source} does not name its network: give it, plures.from_hub(..., network)")
     return open_run(folder, trust_code=trust_code).ensemble
 
 
@@ -135,7 +135,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
 def _refuse_pickles(source: str, names: list[str]) -> None:
     found = [name for name in names if PurePosixPath(name.replace(os.sep, "/")).suffix.lower() in PICKLES]
     if found:
-        raise PluresError(f"{source} holds {found[0]}, which may be a pickle and could run code: it is refused")
+        raise PluresError(f"{source} contains {found[0]}, which may be a pickle and could run code: it is refused")
 
 
 def _is_folder(place: str | Path) -> bool:

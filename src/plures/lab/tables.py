@@ -143,13 +143,18 @@ def _means(kinds: Mapping[str, Sequence[Mapping[str, Any]]], severities: Sequenc
 
 
 def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
-    """Show how well uncertainty finds unfamiliar images."""
+    """Show how well uncertainty separates out-of-distribution images."""
     lines = [[row["score"], percent(row["auroc"]), percent(row["aupr"]), percent(row["fpr95"])] for row in scores]
-    return table(f"recognising {data} as unfamiliar", ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
+    return table(
+        f"separating {data} from the test images",
+        ["score", "AUROC", "AUPR", "FPR95"],
+        lines,
+        words=["score"],
+    )
 
 
 def answers_table(answers: Sequence["Answer"]) -> Table:
-    """Show what an ensemble says of picture files."""
+    """Show the predictions for image files."""
     with_sets = any(one.classes is not None for one in answers)
     lines = [
         [

@@ -60,7 +60,7 @@ class OneStage(Ensemble):
     def open(self, step: Step) -> Stage:
         """Check out the stage, a copy of the network to train."""
         if step not in self.plan() or step.committed:
-            raise PluresError(f"stage '{step.name}' cannot be opened: take a step of plan() that is not committed")
+            raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
         return self.stage(step)
 
     def stage(self, step: Step) -> Stage:
@@ -200,7 +200,7 @@ def layers_of(network: nn.Module) -> dict[str, Layer]:
     """List the layers that members can differ in, by name, or say that there are none."""
     found = layers(network)
     if not found:
-        raise PluresError(f"{type(network).__name__} has no Linear or convolution layer that members could differ in")
+        raise PluresError(f"{type(network).__name__} has no Linear or convolution layer in which members could differ")
     return found
 
 

@@ -102,7 +102,7 @@ class DeepEnsemble(Ensemble):
         """Check out the stage of one step of the plan, in any order."""
         member = self._number(step.member)
         if step not in self.plan() or step.committed:
-            raise PluresError(f"stage '{step.name}' cannot be opened: take a step of plan() that is not committed")
+            raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
         network = copy.deepcopy(self.networks[member])
         for name, tensor in tensors(network).items():
             if name in self.shared:
@@ -178,7 +178,7 @@ def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None
     shared = set(classifier_tensors(network, given))
     if not shared - frozen:
         raise PluresError(
-            f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the logits "
-            "with roles=plures.roles(network, classifier=..., fixed=True)"
+            f"{type(network).__name__} has no Linear layer that could be the classifier: name the layer that gives the "
+            "logits with roles=plures.roles(network, classifier=..., fixed=True)"
         )
     return shared | frozen

@@ -132,7 +132,7 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
         if int(used.sum()) == channels:
             return drawn[:, used]
     raise PluresError(
-        f"found no {members} masks of {ones} ones that use {channels} channels in all; change scale={scale} a little"
+        f"found no {members} masks of {ones} ones that use exactly {channels} channels; change scale={scale} slightly"
     )
 
 
@@ -153,8 +153,8 @@ def _chosen(network: nn.Module, given: Sequence[str] | None) -> list[str]:
     if given is None:
         if len(known) == 1:
             raise PluresError(
-                f"{type(network).__name__} has one layer only, and the input of the first is not masked: name it with "
-                f"layers={list(known)} if it should be"
+                f"{type(network).__name__} has only one layer, and the input of the first layer is not masked: name it "
+                f"with layers={list(known)} if it should be"
             )
         return list(known)[1:]
     for name in given:

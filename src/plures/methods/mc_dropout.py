@@ -134,7 +134,7 @@ class _Hook:
         if not self.always and not (self.inserted and module.training):
             return None
         if not args:
-            raise PluresError(f"site {self.site!r} gets its input by name: name a layer inside of it instead")
+            raise PluresError(f"site {self.site!r} gets its input as a named argument: name a layer inside it instead")
         return (self.drop(args[0], self.random), *args[1:])
 
 
@@ -190,14 +190,14 @@ def _rates(
         result = {site: _rate(modules.get(site), rate) for site in ([sites] if isinstance(sites, str) else sites)}
     if not result:
         raise PluresError(
-            f"{type(network).__name__} has no place for dropout: no dropout layer, no residual block and no second "
+            f"{type(network).__name__} has no place for dropout: no dropout layer, no residual block, no second "
             "layer; name the modules whose input to drop with sites=[...]"
         )
     for site, value in result.items():
         if site not in modules:
             raise PluresError(f"sites name {site!r}, which is not a module of the network{nearest(site, modules)}")
         if not isinstance(value, int | float) or not 0 < value < 1:
-            raise PluresError(f"the dropout rate of {site!r} is {value!r}; it lies between 0 and 1, both excluded")
+            raise PluresError(f"the dropout rate of {site!r} is {value!r}; use a number above 0 and below 1")
     return result
 
 

@@ -60,7 +60,7 @@ class MIMO(ManyInOne):
         whole_number("batch_repetition", batch_repetition, most=1000)
         plain = isinstance(input_repetition, int | float) and not isinstance(input_repetition, bool)
         if not plain or not 0 <= input_repetition <= 1:
-            raise PluresError(f"input_repetition={input_repetition!r}; a share lies between 0 and 1")
+            raise PluresError(f"input_repetition={input_repetition!r}; use a share from 0 to 1")
         first, last = _ends(network, first, last)
         slots = _Slots(_widened(network, members, first, last, init, seed), members, first)
         rehearse(network, slots, members, f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}")

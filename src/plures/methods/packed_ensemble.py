@@ -290,7 +290,7 @@ class Packing:
             self._packed[like] = nn.Parameter(values)
         found = self._packed[like]
         if found.shape != shape:
-            raise PluresError(f"{name!r} is tied to a parameter of a layer that PackedEnsemble gives another width")
+            raise PluresError(f"{name!r} is tied to a parameter of a layer whose width PackedEnsemble changes")
         return found
 
     def _linear(self, name: str, module: nn.Linear) -> PackedLinear:
@@ -361,7 +361,7 @@ def refuse_unknown(network: nn.Module) -> None:
         known = type(module) in (nn.Linear, nn.LayerNorm) or isinstance(module, Convolution | _NormBase | nn.GroupNorm)
         if not known or parametrize.is_parametrized(module):
             raise PluresError(
-                f"{where} has parameters that PackedEnsemble cannot narrow; it knows Linear, Conv1d to Conv3d, and "
+                f"{where} has parameters that PackedEnsemble cannot narrow; it supports Linear, Conv1d to Conv3d, and "
                 "batch, instance, group and layer norm"
             )
         if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:

@@ -35,7 +35,7 @@ class Rows:
         if not self.count or len(x) % self.count:
             raise PluresError(
                 f"a layer was given a tensor of shape {tuple(x.shape)} in a batch of {self.count} rows: its first axis "
-                "must be the batch, because the members lie along it; change the network (batch_first) or the method"
+                "must be the batch, because it holds the members; change the network (batch_first) or the method"
             )
         return len(x) // self.count
 

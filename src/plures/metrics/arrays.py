@@ -41,7 +41,7 @@ def labelled(name: str, values: Array, targets: Array, rank: int) -> tuple[Tenso
         labels = labels.flatten()
         labelled_places = labels != IGNORED
         if not labelled_places.any():
-            raise PluresError(f"targets are {IGNORED}, which means not labelled, everywhere: label at least one place.")
+            raise PluresError(f"all targets are {IGNORED}, which means unlabelled: at least one label is needed.")
         checked = checked.flatten(rank - 2, -2)[..., labelled_places, :]
         labels = labels[labelled_places]
     low, high = int(labels.min()), int(labels.max())
@@ -89,11 +89,11 @@ def numbers(name: str, values: Array, rank: int | None, dense: bool = False) -> 
     checked = tensor(name, values, rank, dense)
     given = f"{name} of shape {tuple(checked.shape)}"
     if checked.is_complex():
-        raise PluresError(f"{given} must hold real numbers, got {checked.dtype}.")
+        raise PluresError(f"{given} must contain real numbers, got {checked.dtype}.")
     if checked.dtype not in (torch.float32, torch.float64):
         checked = checked.float() if checked.is_floating_point() else checked.double()
     if checked.isnan().any():
-        raise PluresError(f"{given} contains NaN: look for a model that diverged or a broken input.")
+        raise PluresError(f"{given} contains NaN: check for a model that diverged or for broken inputs.")
     return checked
 
 
@@ -106,7 +106,7 @@ def tensor(name: str, values: Array, rank: int | None, dense: bool = False) -> T
         try:  # a plain copy, because torch refuses negative strides and swapped bytes and warns of read-only memory
             values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
         except TypeError as error:
-            raise PluresError(f"{name} must hold numbers, got a numpy array of {values.dtype}.") from error
+            raise PluresError(f"{name} must contain numbers, got a numpy array of {values.dtype}.") from error
     if not isinstance(values, Tensor):
         raise PluresError(f"{name} must be a torch tensor or a numpy array, got {type(values).__name__}.")
     shape = tuple(values.shape)

@@ -73,7 +73,7 @@ def _load_once(setting: str) -> Library | UnavailableError:
     if setting not in ("", "1", *build.LEVELS):
         return UnavailableError(f"PLURES_NATIVE={setting!r}; use 0, 1 or one of {', '.join(build.LEVELS)}")
     if sys.platform == "win32":
-        return UnavailableError("the native library is made for Linux and macOS; use the unfolded engine")
+        return UnavailableError("the native library supports Linux and macOS; use the unfolded engine")
     level = setting if setting in build.LEVELS else None
     try:
         packaged = build.find(build.HERE, build.levels_of(platform.machine()))
@@ -116,7 +116,7 @@ def refuse_if_others_write(folder: Path) -> None:
             open_to_others = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
         if not owned or open_to_others:
             raise UnavailableError(
-                f"others can write to {path}, so that no library is loaded from {folder}: "
+                f"other users can write to {path}, so no library is loaded from {folder}: "
                 "set XDG_CACHE_HOME to a folder of your own"
             )
 

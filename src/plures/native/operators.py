@@ -104,7 +104,7 @@ def _convolution(
     if residual is not None:
         residual = residual.contiguous()
         if residual.shape != output.shape or residual.dtype != torch.float32:
-            raise PluresError(f"what is added has the shape {tuple(residual.shape)}, not {tuple(output.shape)}")
+            raise PluresError(f"the residual has the shape {tuple(residual.shape)}, not {tuple(output.shape)}")
     _check_lists(
         starts, places, values, members, -(-channels // group) * outputs, kernel[0] * kernel[1] if whole else 1
     )

@@ -59,7 +59,7 @@ class Predict:
         from plures.lab.runs.open import open_run
 
         if not self.images:
-            raise PluresError("there are no images to predict: name files or folders after the run")
+            raise PluresError("there are no images to predict: give files or folders after the run")
         run = open_run(self.run, trust_code=self.trust_code)
         run.need_pictures("plures predict")
         results = list(predict_files(run, self.images, Wanted(self.abstain_below, self.coverage, self.risk)))

@@ -49,7 +49,7 @@ class Report:
         try:
             check_place(self.out)
         except PluresError as error:
-            raise PluresError(f"{error}; name another file with --out") from error
+            raise PluresError(f"{error}; give another file with --out") from error
         rows = with_costs(rows_of(self.runs), trust_code=self.trust_code)
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
         command = f"plures report {words}"

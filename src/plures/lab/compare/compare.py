@@ -56,7 +56,7 @@ def compare(
 def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, on: Where) -> dict[Path, str]:
     """Make the runs that are missing, and return the reasons of those that failed, by run folder."""
     if at_once is not None and at_once < 1:
-        raise PluresError(f"--jobs {at_once}: at least one run must be made at a time")
+        raise PluresError(f"--jobs {at_once}: at least one is needed")
     failures: dict[Path, str] = {}
     epochs: dict[Path, int] = {}
     for job in jobs:
@@ -115,7 +115,7 @@ def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
 
 
 def refuse_others(job: Job) -> None:
-    """Refuse to continue where a run folder holds a run with other settings."""
+    """Refuse to continue where a run folder has a run with other settings."""
     if not (job.run / "config.json").is_file():
         return
     before = RunFolder(job.run).config()
@@ -123,7 +123,7 @@ def refuse_others(job: Job) -> None:
     if differing := differences({key: before.get(key) for key in now}, now):
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise PluresError(
-            f"{job.run} holds a run with other settings: {'; '.join(differing[:3])}{more}; choose another folder "
+            f"{job.run} has a run with other settings: {'; '.join(differing[:3])}{more}; choose another folder "
             "with --runs, or the old configuration"
         )
 
@@ -148,5 +148,5 @@ def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> l
         failed = tuple(f"seed {job.recipe.seed}: {failures[job.run]}" for job in own if job.run in failures)
         rows.append(Row(variant.name, finished, failures=failed))
     if not any(row.runs for row in rows):
-        raise PluresError(f"no run of {comparison.name} could be made: {next(iter(rows[0].failures), 'there is none')}")
+        raise PluresError(f"all runs of {comparison.name} failed: {next(iter(rows[0].failures), 'there is none')}")
     return make_rows(rows, comparison.paper)

@@ -112,7 +112,7 @@ class Comparison:
     def __post_init__(self) -> None:
         for names in ([one.name for one in self.variants], [one.folder for one in self.variants]):
             if doubled := next((name for name in names if names.count(name) > 1), None):
-                raise PluresError(f"the method {doubled} is named more than once: leave one out")
+                raise PluresError(f"the method {doubled} is given more than once: leave one out")
 
     def jobs(self, runs: Path) -> list[Job]:
         """List the runs: those of the first seed come first, so that a first table is there soon."""

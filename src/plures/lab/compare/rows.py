@@ -168,7 +168,9 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             raise PluresError(f"there is no folder {folder}")
         below = sorted(path.parent for path in folder.rglob("config.json") if RunFolder(path.parent).begun)
         if not below:
-            raise PluresError(f"{folder} holds no run: no config.json in it or below it; make one with plures train")
+            raise PluresError(
+                f"{folder} contains no run: there is no config.json in it or below it; train one with plures train"
+            )
         found |= dict.fromkeys(below)
     return list(found)
 
@@ -182,12 +184,12 @@ def check_same_data(runs: Sequence[Finished]) -> None:
         other = runs[0]
         if data != {key: other.config["data"][key] for key in data}:
             names = f"{other.path} has {_data(other)}, {run.path} has {_data(run)}"
-            raise PluresError(f"runs of different data cannot stand in one table: {names}")
+            raise PluresError(f"runs with different data cannot be compared in one table: {names}")
         twin = seen.setdefault(run.seed, run)
         if twin.config["data"]["fingerprint"] != run.config["data"]["fingerprint"]:
             raise PluresError(
-                f"runs of different data cannot stand in one table: {twin.path} and {run.path} have the same seed and "
-                f"name of the data ({data['name']}), but other images, labels or limits"
+                f"runs with different data cannot be compared in one table: {twin.path} and {run.path} have the same "
+                f"seed and name of the data ({data['name']}), but other images, labels or limits"
             )
 
 

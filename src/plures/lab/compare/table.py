@@ -186,7 +186,7 @@ def writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PluresError(f"cannot make the folder {folder}: {error.strerror}; choose another one") from error
+        raise PluresError(f"cannot create the folder {folder}: {error.strerror}; choose another one") from error
     return folder
 
 

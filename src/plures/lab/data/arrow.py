@@ -91,7 +91,7 @@ class ArrowTable:
             if not isinstance(value, Hashable):
                 raise PluresError(
                     f"the column {column!r} of {self.origin} holds {self.schema.field(column).type}, "
-                    "but labels are whole numbers or words"
+                    "but labels must be integers or strings"
                 )
             yield value
 
@@ -114,7 +114,7 @@ class ArrowPictures:
                 code = self.codes.get(value) if isinstance(value, Hashable) else None
                 if code is None:
                     raise PluresError(
-                        f"{origin} has the label {value!r}, which is none of the {len(self.codes)} classes: "
+                        f"{origin} has the label {value!r}, which is not one of the {len(self.codes)} classes: "
                         "remove such rows"
                     )
                 yield Picture(_encoded(cell, origin), code, origin)
@@ -133,7 +133,7 @@ def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
     (first, names), *others = named.items() or [("", [])]
     for other, its_names in others:
         if its_names != names:
-            raise PluresError(f"{first} and {other} name their classes differently: write both with the same classes")
+            raise PluresError(f"{first} and {other} have different class names: write both with the same classes")
     if not named:
         values = {value for table in tables for value in table.labels()}
         names = sorted(value for value in values if isinstance(value, str))
@@ -161,7 +161,7 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
         homes = [home for home in folders_in(folder) if _tables_in(home)]
         if len(homes) > 1:
             raise PluresError(
-                f"{folder} holds Parquet files in {', '.join(home.name for home in homes)}: give the path of one"
+                f"{folder} contains Parquet files in {', '.join(home.name for home in homes)}: give the path of one"
             )
         files = _tables_in(homes[0]) if homes else []
     found: dict[str, list[Path]] = {}
@@ -237,7 +237,7 @@ def _encoded(cell: object, origin: str) -> bytes:
                 raise PluresError(f"{origin} points to a file: {error}") from error
         cell = cell.get("bytes")
     if not isinstance(cell, bytes):
-        raise PluresError(f"{origin} holds no encoded picture: the image column must hold PNG or JPEG bytes")
+        raise PluresError(f"{origin} has no encoded image: the image column must contain PNG or JPEG bytes")
     return cell
 
 

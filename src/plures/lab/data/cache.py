@@ -110,10 +110,10 @@ def open_cache(source: Source, seen: Survey, cache: Path, size: int, channels: i
             with _replacing(folder) as beside:
                 if _decode(source, beside, shape) != seen.content:
                     _survey_file(source, cache).unlink(missing_ok=True)
-                    raise PluresError(f"the pictures of {source.name} changed while being read: start again")
+                    raise PluresError(f"the images of {source.name} changed while they were read: start again")
             entry = _open(folder, seen, shape)
     if entry is None:
-        raise PluresError(f"the image cache at {cache} does not keep what is written to it: give another cache_dir")
+        raise PluresError(f"the image cache at {cache} loses what is written to it: give another cache_dir")
     return entry
 
 
@@ -148,7 +148,7 @@ def _look(name: str, contents: Contents) -> Survey:
             grey = grey and is_grey(picture)
             sides.update(picture.size)
     if not sides:
-        raise PluresError(f"{name} holds no pictures at all")
+        raise PluresError(f"{name} contains no images")
     rows = {split: len(pictures) for split, pictures in contents.splits.items()}
     return Survey(str(content), list(contents.classes), rows, grey, min(sides), max(sides))
 
@@ -234,7 +234,7 @@ def _writing(cache: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise PluresError(
             f"the image cache at {cache} cannot be written ({getattr(error, 'strerror', None) or error}): "
-            "make room or give another place with cache_dir or PLURES_CACHE"
+            "free some space, or choose another folder with cache_dir or PLURES_CACHE"
         ) from error
 
 

@@ -136,7 +136,7 @@ def open_data(
 
 def _table(name: str, limit: int | None, validation: float, seed: int, *, pictures: bool) -> Data:
     if pictures:
-        raise PluresError(f"{name} is a table of numbers and has no pictures: leave out the size, or name other data")
+        raise PluresError(f"{name} is a table of numbers and has no images: leave out the size, or choose other data")
     splits, fingerprint = open_table(name, limit, validation, seed)
     return Data(info=splits["test"].info, fingerprint=fingerprint, **splits)
 
@@ -147,19 +147,19 @@ def _sizes(
     """Return the pixels per side for the network and in the cache, and whether other sizes are brought to them."""
     if like is not None:
         if size is not None or cache_size is not None:
-            raise PluresError("open_data takes a size or like=info, which has one already, but both were given")
+            raise PluresError("open_data takes either a size or like=info, which already has one, but both were given")
         return like.size, like.cache_size, True
     if size is None:
         if cache_size is not None:
-            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side that the network sees")
+            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side of the network's input")
         if seen.shortest != seen.longest:
             raise PluresError(
-                f"the pictures of {name} are not all square and of one size (their sides have {seen.shortest} to "
+                f"the images of {name} are not all square and of one size (their sides have {seen.shortest} to "
                 f"{seen.longest} pixels): give a size, such as size={min(seen.shortest, 64)}"
             )
         if seen.shortest > MOST_PIXELS_PER_SIDE:
             raise PluresError(
-                f"the pictures of {name} have {seen.shortest:,} pixels per side, but at most {MOST_PIXELS_PER_SIDE:,} "
+                f"the images of {name} have {seen.shortest:,} pixels per side, but at most {MOST_PIXELS_PER_SIDE:,} "
                 "are possible: give a size"
             )
         return seen.shortest, seen.shortest, False
@@ -173,7 +173,7 @@ def _hold_out(name: str, labels: Rows, everything: bool) -> tuple[Rows, Rows]:
     """Return the rows to train on and the rows to test on of data without test images."""
     count = len(labels) if everything else max(1, round(HELD_OUT * len(labels)))
     if count == len(labels) and not everything:
-        raise PluresError(f"{name} holds a single picture: give more, to train on and to test on")
+        raise PluresError(f"{name} contains a single image: give more, for training and for testing")
     test = stratified(labels, count, seed=0)
     if not everything:
         log.warning("%s has no test images: %d of its %d training images are held out", name, count, len(labels))

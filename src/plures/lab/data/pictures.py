@@ -1,6 +1,6 @@
 """Pictures: what a source hands over, and the way from a picture file to the pixels that a network is trained on.
 
-Files may come from anywhere: what is not an ordinary file is not opened, sizes are bounded before anything is decoded,
+Files may come from anywhere: what is not a regular file is not opened, sizes are bounded before anything is decoded,
 and whatever goes wrong is one sentence about the file.
 """
 
@@ -97,11 +97,11 @@ def by_split(found: Mapping[str, T], place: str) -> dict[str, T]:
         if split is None:
             continue
         if split in splits:
-            raise PluresError(f"{place} has two parts that could be its {split} split: keep one of them")
+            raise PluresError(f"{place} has two folders or files that could be its {split} split: keep one of them")
         splits[split] = part
     if not splits:
         parts = ", ".join(sorted(found)) or "(none)"
-        raise PluresError(f"{place} holds the parts {parts}, but needs one called train or test")
+        raise PluresError(f"{place} has the splits {parts}, but needs one called train or test")
     if "validation" in splits and "test" not in splits:
         splits["test"] = splits.pop("validation")
     return splits
@@ -120,7 +120,7 @@ def ordinary(path: str | Path) -> Path:
     """Refuse a path that is not one of an ordinary file: a folder, a pipe, which would keep us waiting, a device."""
     with reading(path):
         if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise PluresError(f"{path} is not an ordinary file")
+            raise PluresError(f"{path} is not a regular file")
     return Path(path)
 
 
@@ -130,7 +130,7 @@ def read_file(path: str | Path) -> bytes:
         size = os.fstat(file.fileno()).st_size
         encoded = file.read(MOST_BYTES + 1) if size <= MOST_BYTES else b""
     if max(size, len(encoded)) > MOST_BYTES:
-        raise PluresError(f"{path} is too large: picture files of at most {MOST_BYTES:,} bytes are read")
+        raise PluresError(f"{path} is too large: image files may have at most {MOST_BYTES:,} bytes")
     return encoded
 
 
@@ -157,17 +157,17 @@ def pictures_below(folder: Path) -> list[Path]:
 
 def open_picture(encoded: bytes, origin: str) -> Image.Image:
     """Read the head of a picture: size and mode are known, pixels are not decoded yet."""
-    too_large = f"{origin} is too large: pictures of at most {MOST_PIXELS:,} pixels are read; make it smaller"
+    too_large = f"{origin} is too large: images may have at most {MOST_PIXELS:,} pixels; make it smaller"
     try:
         picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise PluresError(too_large) from error
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
-        raise PluresError(f"{origin} is damaged or not a picture: remove it or save it again as PNG or JPEG") from error
+        raise PluresError(f"{origin} is damaged or not an image: remove it or save it again as PNG or JPEG") from error
     if picture.width * picture.height > MOST_PIXELS:
         raise PluresError(too_large)
     if min(picture.size) < 1:
-        raise PluresError(f"{origin} is a picture without pixels: remove it or save it again as PNG or JPEG")
+        raise PluresError(f"{origin} is an image without pixels: remove it or save it again as PNG or JPEG")
     if picture.mode.startswith(DEEP_MODES):
         raise PluresError(f"{origin} has pixels of more than 8 bits (mode {picture.mode}): convert it to 8 bits")
     return picture

@@ -82,9 +82,9 @@ def find_source(name: str, data_dir: Path | None) -> Source:
     `./cifar10` for that.
     """
     built_in = ["digits", *TABLES, *HUB_IDS]
-    accepted = f"accepted are {', '.join(built_in)}, a folder, a .parquet file or a hub id owner/name"
+    accepted = f"use one of {', '.join(built_in)}, a folder, a .parquet file or a hub id owner/name"
     if not name:
-        raise PluresError(f"no data is named: {accepted}")
+        raise PluresError(f"no data is given: {accepted}")
     places = [data_dir / name] if data_dir is not None else []
     if name != "digits" and name not in HUB_IDS:
         places.append(expanded(name))
@@ -111,7 +111,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # a user who does not exist
-        raise PluresError(f"{path} has no home folder: give the whole path") from error
+        raise PluresError(f"{path} has no home folder: give the full path") from error
 
 
 def _exists(place: Path) -> bool:
@@ -146,8 +146,8 @@ def _local_source(name: str, place: Path) -> Source:
         every = (file for classes in found.values() for files in classes.values() for file in files)
         return Source(name, _signature("image folder", every), lambda: read_image_folder(found, str(place)))
     raise PluresError(
-        f"{place} holds neither train.parquet or test.parquet nor class folders of pictures: "
-        "put pictures into train/CLASS/ and test/CLASS/, or into CLASS/ alone"
+        f"{place} contains neither train.parquet or test.parquet nor class folders of images: "
+        "put images into train/CLASS/ and test/CLASS/, or only into CLASS/"
     )
 
 
@@ -223,7 +223,7 @@ def read_image_folder(found: Mapping[str, Mapping[str, Sequence[Path]]], place: 
         if unknown:
             raise PluresError(
                 f"{place} has the class folder {unknown[0]!r} in its {split} split, but not in its {first} split: "
-                "name the class folders of all splits alike"
+                "use the same class folders in all splits"
             )
         rows = [(file, label) for label, name in enumerate(classes) for file in by_class.get(name, ())]
         splits[split] = FolderPictures([file for file, _ in rows], [label for _, label in rows])

@@ -52,9 +52,9 @@ class DataInfo:
         for field in ("mean", "std"):
             values = getattr(self, field)
             if len(values) not in (0, self.channels) or not all(map(_is_number, values)):
-                raise PluresError(f"{field} must hold a number for each of the {self.channels} channels, not {values}")
+                raise PluresError(f"{field} must have a number for each of the {self.channels} channels, not {values}")
         if not all(isinstance(name, str) for name in self.classes) or 0 in self.std:
-            raise PluresError("the classes of data must be words, and their standard deviations above 0")
+            raise PluresError("class names must be strings, and standard deviations above 0")
 
     def normalise(self, images: Tensor) -> Tensor:
         """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width].
@@ -169,7 +169,7 @@ class Augment:
                     f"Augment.resized_crop takes fractions of the area, 0 < low <= high <= 1, but got {low} and {high}"
                 )
             if self.crop:
-                raise PluresError("Augment takes crop or resized_crop, but both were given")
+                raise PluresError("Augment takes either crop or resized_crop, but both were given")
 
     def __call__(self, images: Tensor, size: int, generator: torch.Generator) -> Tensor:
         """Change normalised images [batch, channels, height, width] and bring them to size x size.
@@ -268,7 +268,7 @@ def steps(split: Split, batch_size: int, *, drop_last: bool = False, world: int 
     count = share // batch_size if drop_last else -(-share // batch_size)
     if not count:
         raise PluresError(
-            f"a batch of {batch_size} is larger than the {share} {split.name} images of a process: take a smaller one"
+            f"a batch of {batch_size} is larger than the {share} {split.name} images of a process: use a smaller one"
         )
     return count
 

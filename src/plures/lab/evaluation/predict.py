@@ -48,7 +48,7 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
             continue
         if not found:
             accepted = ", ".join(sorted(EXTENSIONS))
-            yield Failure(visible(str(path)), visible(f"the folder {path} holds no pictures ({accepted})"))
+            yield Failure(visible(str(path)), visible(f"the folder {path} contains no images ({accepted})"))
         yield from found
 
 
@@ -68,8 +68,8 @@ def predict_files(run: Run, paths: Sequence[Path], wanted: Wanted) -> Iterator[A
     """
     if run.ensemble.calibration is None and (wanted.coverage is not None or wanted.risk is not None):
         raise PluresError(
-            f"the run in {run.path} is not calibrated, so it can promise nothing: it had no validation images, or an "
-            "earlier version trained it; remove its metrics.json and give its plures train command again"
+            f"the run in {run.path} is not calibrated, so it can guarantee nothing: it had no validation images, or an "
+            "earlier version trained it; remove its metrics.json and repeat its plures train command"
         )
     waiting: list[tuple[Path, np.ndarray]] = []
     for path in picture_files(paths):

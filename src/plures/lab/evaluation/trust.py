@@ -41,9 +41,9 @@ def kept_trust(folder: Path) -> Trust:
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
     except ValueError as error:
-        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is made again") from error
+        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is measured again") from error
     return found
 
 

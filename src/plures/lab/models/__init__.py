@@ -65,7 +65,7 @@ def build(model: str, classes: int, channels: int, **options: object) -> nn.Modu
     try:
         network = function(classes=classes, channels=channels, **chosen)
     except (RuntimeError, MemoryError) as error:  # a network that memory has no room for, for example
-        raise PluresError(f"the model {model!r} cannot be made: {str(error).partition(chr(10))[0]}") from error
+        raise PluresError(f"the model {model!r} cannot be built: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(network, nn.Module):
         raise PluresError(f"the model {model!r} must return a torch.nn.Module, but returned {type(network).__name__}")
     return network

@@ -325,5 +325,5 @@ def _deviation_label(seeds: Sequence[int]) -> str:
 def _every(figure: str, panels: Mapping[str, Sequence[Item]]) -> list[Item]:
     every = [item for panel in panels.values() for item in panel]
     if not every:
-        raise PluresError(f"{figure} was given nothing to draw: give it panels, one per data set, with methods in them")
+        raise PluresError(f"{figure} has nothing to draw: give panels, one per data set, with methods in them")
     return every

@@ -49,7 +49,7 @@ def write_report(
     try:
         files.write(out, html.encode())
     except PluresError as error:
-        raise PluresError(f"{error}; name another file with --out") from error
+        raise PluresError(f"{error}; give another file with --out") from error
     return out
 
 

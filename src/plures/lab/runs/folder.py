@@ -82,7 +82,7 @@ class RunFolder:
             if isinstance(record, dict) and all(key in record for key in RECORD):
                 found.append(record)
             else:
-                log.warning("line %d of %s is damaged and left out", number, self.log)
+                log.warning("line %d of %s is damaged and ignored", number, self.log)
         return found
 
     @contextmanager
@@ -110,7 +110,7 @@ class RunFolder:
         """Start a run, or make sure that the folder's run is the same; return the configuration that holds."""
         if not self._config.is_file():
             if self.ensemble.exists() or self.partial.exists():
-                raise PluresError(f"{self.path} holds an ensemble but no config.json: choose another run folder")
+                raise PluresError(f"{self.path} has an ensemble but no config.json: choose another run folder")
             return self._write_config(config)
         before = self.config()
         if differing := differences(before, config):
@@ -119,7 +119,7 @@ class RunFolder:
                 return self._write_config(config)
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise PluresError(
-                f"{self.path} holds a run with other settings: {'; '.join(differing[:3])}{more}; "
+                f"{self.path} has a run with other settings: {'; '.join(differing[:3])}{more}; "
                 "choose another run folder, or the old settings"
             )
         if (changed := new_environment(before, config)) and not self.finished:
@@ -179,14 +179,14 @@ def _read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, An
     with _told("read", path):
         found = _json(path.read_bytes())
     if not isinstance(found, dict):
-        raise PluresError(f"{path} is damaged or of another program, it is not a JSON object: {advice}")
+        raise PluresError(f"{path} is damaged or was written by another program: it is not a JSON object: {advice}")
     return _with_keys(path, found, keys, advice)
 
 
 def _with_keys(path: Path, found: dict[str, Any], keys: Collection[str], advice: str) -> dict[str, Any]:
     for key in keys:
         if key not in found:
-            raise PluresError(f"{path} is damaged or of another program, it has no {key}: {advice}")
+            raise PluresError(f"{path} is damaged or was written by another program: it has no {key}: {advice}")
     return found
 
 
@@ -204,5 +204,5 @@ def _told(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         raise PluresError(
             f"cannot {action} {path}: {error.strerror or error}; what was saved before is unchanged: "
-            "put it right, and the same command resumes"
+            "correct this, and the same command resumes"
         ) from error

@@ -66,20 +66,20 @@ def with_weights(network: nn.Module, source: str) -> nn.Module:
     if path.is_dir():
         trained = open_run(path).ensemble
         if not isinstance(trained, Deterministic):
-            raise PluresError(f"{source} holds several networks: give a run of the method deterministic as weights")
+            raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
         stored = trained.checkout(0).state_dict()
     else:
         try:
             stored = load_file(path)
         except (OSError, SafetensorError) as error:
             why = f"the weights {source} cannot be read ({error})"
-            raise PluresError(f"{why}: give a run of one network, or a file of safetensors") from error
+            raise PluresError(f"{why}: give a run of one network, or a safetensors file") from error
     here, there = ({name: list(one.shape) for name, one in part.items()} for part in (network.state_dict(), stored))
     for name in here | there:
         if here.get(name) != there.get(name):
             raise PluresError(
-                f"the weights in {source} are of another network: {name!r} has the shape {there.get(name)} there and "
-                f"{here.get(name)} here (None: it is missing); name its --model and --width"
+                f"the weights in {source} belong to another network: {name!r} has the shape {there.get(name)} there "
+                f"and {here.get(name)} here (None: it is missing); give its --model and --width"
             )
     network.load_state_dict(stored)
     return network
@@ -135,8 +135,8 @@ class Run:
         data = data_for(self.recipe, data_dir)
         if data.fingerprint != self.fingerprint:
             raise PluresError(
-                f"the data {self.recipe.data!r} found here are not those that {self.path} was trained on: other "
-                "images, labels or preparation; name the right ones with --data-dir"
+                f"the data {self.recipe.data!r} found here are not those that {self.path} was trained on: they differ "
+                "in images, labels or preprocessing; give the right ones with --data-dir"
             )
         return data
 
@@ -144,7 +144,7 @@ class Run:
         """Refuse a run of a table where pictures are needed."""
         if isinstance(self.info, TableInfo):
             raise PluresError(
-                f"{self.path} predicts numbers from a table, but {command} is for pictures: load the ensemble with "
+                f"{self.path} predicts numbers from a table, but {command} is for images: load the ensemble with "
                 "plures.load and call regress"
             )
 
@@ -168,7 +168,7 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
         info = (TableInfo if "target_std" in prepared else DataInfo)(**prepared)
         made = made_of(config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PluresError(f"{folder}/config.json is not complete: {type(error).__name__}: {error}") from error
+        raise PluresError(f"{folder}/config.json is incomplete: {type(error).__name__}: {error}") from error
     if not trust_code:
         check(config, files.path)
     network = network_for(recipe, len(info.classes), info.channels, info.size)
@@ -192,8 +192,8 @@ def check(config: Mapping[str, Any], folder: Path) -> None:
     own = key is not None and hmac.compare_digest(_signature(key, model, method), str(made.get("signature")))
     if code and not own:
         raise PluresError(
-            f"{folder} was not trained by you, and to open it runs the code {' and '.join(code)}: look at that code, "
-            "and say --trust-code (in Python trust_code=True) if you trust it"
+            f"{folder} was not trained by you, and opening it runs the code {' and '.join(code)}: check that code, "
+            "and use --trust-code (in Python trust_code=True) if you trust it"
         )
 
 

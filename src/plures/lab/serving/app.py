@@ -56,10 +56,10 @@ BODY = {
         str(status): {"description": text}
         for status, text in {
             408: "the request took too long to arrive",
-            413: "too many bytes, pixels or pictures",
+            413: "too many bytes, pixels or images",
             415: "neither a form nor JSON",
-            422: "a picture, the form or the JSON cannot be read; readable pictures are answered all the same",
-            503: "too many pictures are waiting",
+            422: "an image, the form or the JSON cannot be read; readable images are still predicted",
+            503: "too many images are waiting",
         }.items()
     },
 }
@@ -197,4 +197,6 @@ def serve(run: Run, host: str, port: int, limits: Limits) -> None:
         server.run()
     except SystemExit as ended:  # uvicorn's way to say that the port is taken
         if ended.code:
-            raise PluresError(f"cannot listen on {host}:{port}: is the port taken? name another with --port") from None
+            raise PluresError(
+                f"cannot listen on {host}:{port}: is the port in use? choose another with --port"
+            ) from None

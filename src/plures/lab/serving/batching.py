@@ -68,7 +68,7 @@ class Batcher(Generic[Item, Reply]):
     async def ask(self, items: Sequence[Item]) -> list[Reply]:
         """Wait for the answers, or refuse at once where too many wait already."""
         if self.waiting + len(items) > self.limits.queue:
-            raise Refused(503, f"{self.waiting} pictures are waiting already: try again in a moment")
+            raise Refused(503, f"{self.waiting} images are already waiting: try again in a moment")
         loop = asyncio.get_running_loop()
         asked = [_Waiting[Item, Reply](item, loop.create_future()) for item in items]
         for one in asked:

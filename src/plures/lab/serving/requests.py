@@ -80,9 +80,9 @@ async def read_request(request: Request, limits: Limits) -> Asked:
     else:
         raise Refused(415, f"the content type is {visible(kind[:100])!r}: {HOW}")
     if not pictures:
-        raise Refused(422, f"there is no picture in this request: {HOW}")
+        raise Refused(422, f"there is no image in this request: {HOW}")
     if len(pictures) > limits.pictures:
-        raise Refused(413, f"{len(pictures)} pictures are more than the {limits.pictures} of a request: send fewer")
+        raise Refused(413, f"{len(pictures)} images are more than {limits.pictures} per request: send fewer")
     return Asked(pictures, _confidence(request.query_params.get("abstain_below", abstain)))
 
 
@@ -90,14 +90,14 @@ def prepare(picture: Picture, info: DataInfo, limits: Limits) -> npt.NDArray[np.
     """Decode a picture and prepare it as the pictures of a data set were, or say why that cannot be."""
     opened = open_picture(picture.encoded, picture.name)
     if opened.width * opened.height > limits.pixels:
-        most = f"pictures of at most {limits.pixels:,} pixels are taken"
+        most = f"images may have at most {limits.pixels:,} pixels"
         raise PluresError(f"{picture.name} is too large: {most}; make it smaller")
     decoded = decode(opened, info.channels, picture.name)
     return to_pixels(centre(to_square(decoded, info.cache_size), info.size)).copy()
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    too_long = Refused(413, f"this request has more than {limits.bytes:,} bytes: send fewer or smaller pictures")
+    too_long = Refused(413, f"this request has more than {limits.bytes:,} bytes: send fewer or smaller images")
     if request.headers.get("content-length", "0").isdigit() is False:
         raise Refused(400, "the content length is not a number")
     if int(request.headers.get("content-length", "0")) > limits.bytes:
@@ -145,7 +145,7 @@ def _from_json(body: bytes) -> tuple[list[Picture], Any]:
         raise Refused(422, f"this is not JSON: {HOW}") from error
     images = asked.get("images") if isinstance(asked, dict) else None
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise Refused(422, f"the JSON has no list of texts `images`: {HOW}")
+        raise Refused(422, f"the JSON has no list of strings `images`: {HOW}")
     pictures = []
     for place, image in enumerate(images):
         try:
@@ -164,5 +164,5 @@ def _confidence(given: Any) -> float | None:
     except (TypeError, ValueError):
         value = -1.0
     if not 0 <= value <= 1:
-        raise Refused(422, f"abstain_below={visible(str(given)[:50])!r}; a confidence lies between 0 and 1")
+        raise Refused(422, f"abstain_below={visible(str(given)[:50])!r}; use a number from 0 to 1")
     return value

@@ -55,7 +55,7 @@ def kept_costs(folder: Path) -> Costs | None:
     try:
         return Costs(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is made again") from error
+        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is measured again") from error
 
 
 def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
@@ -121,7 +121,9 @@ def _file_size(ensemble: Ensemble) -> int:
             save(ensemble, Path(folder) / "single")
             return (Path(folder) / "single").stat().st_size
     except OSError as error:
-        raise PluresError(f"cannot write a temporary file: {error.strerror}; make room and start again") from error
+        raise PluresError(
+            f"cannot write a temporary file: {error.strerror}; free some space and start again"
+        ) from error
 
 
 @dataclass(frozen=True)

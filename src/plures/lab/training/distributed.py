@@ -97,7 +97,7 @@ class Processes:
         """Share out a batch among the processes."""
         if recipe.batch_size % self.world:
             raise PluresError(
-                f"batch_size={recipe.batch_size} cannot be shared among {self.world} processes: take a multiple"
+                f"batch_size={recipe.batch_size} cannot be divided among {self.world} processes: use a multiple"
             )
         return recipe.batch_size // self.world
 
@@ -155,7 +155,7 @@ def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:
     for tracker in trackers:
         if isinstance(tracker, str):
             if tracker not in LOGGER_TYPE_TO_CLASS:
-                raise PluresError(f"there is no tracker {tracker!r}; accelerate has {', '.join(LOGGER_TYPE_TO_CLASS)}")
+                raise PluresError(f"there is no tracker {tracker!r}; use one of {', '.join(LOGGER_TYPE_TO_CLASS)}")
             if tracker not in [str(available) for available in get_available_trackers()]:
                 raise PluresError(f"the tracker {tracker!r} is not installed: install its package, or leave it out")
             if folder is None and LOGGER_TYPE_TO_CLASS[tracker].requires_logging_directory:

@@ -203,7 +203,7 @@ def _threads_of(config: Mapping[str, Any]) -> Iterator[None]:
     if not isinstance(begun, int) or begun < 1 or begun == here:
         yield
         return
-    log.warning("the run began with %d threads and resumes with as many, instead of %d", begun, here)
+    log.warning("the run started with %d threads and resumes with as many, instead of %d", begun, here)
     torch.set_num_threads(begun)
     try:
         yield

@@ -64,8 +64,8 @@ class StageLoop:
         validation = self.validate()
         if number == self.epochs and accuracy is not None and confidence < accuracy - UNDERCONFIDENT:
             log.warning(
-                "%s ends underconfident: right on %.0f %% of its training images, at a mean confidence of %.0f %%; "
-                "train longer or at a higher learning rate, or choose another classifier than a fixed one",
+                "%s ends underconfident: its accuracy on training images is %.0f %%, its mean confidence %.0f %%; "
+                "train longer or at a higher learning rate, or do not use a fixed classifier",
                 self.stage.name,
                 100 * accuracy,
                 100 * confidence,
@@ -185,7 +185,7 @@ def smoothed(loss: Loss, smoothing: float) -> Loss:
         return loss
     if loss is not F.cross_entropy:
         raise PluresError(
-            f"label_smoothing={smoothing} works with the default loss alone: set it to 0 and smooth in your own loss"
+            f"label_smoothing={smoothing} works only with the default loss: set it to 0 and smooth in your own loss"
         )
     return partial(F.cross_entropy, label_smoothing=smoothing)
 

@@ -106,7 +106,7 @@ class OrthogonalDropout(Ensemble):
     def plan(self) -> list[Step]:
         """List all stages from the first to the last, with those committed marked."""
         if self.loaded is not None:
-            raise PluresError(f"only members {self.loaded} were loaded: load the whole file to train on")
+            raise PluresError(f"only members {self.loaded} were loaded: load the whole file to train it")
         steps = []
         claimed = self.partition.claimed()
         for member, done in enumerate(self.progress.committed):
@@ -201,9 +201,9 @@ class OrthogonalDropout(Ensemble):
         if self.loaded is not None:
             raise PluresError(f"only members {self.loaded} were loaded: load the whole file to change it")
         if network is not None and self.init == "fresh":
-            raise PluresError("with init='fresh' a member starts afresh: leave out the network")
+            raise PluresError("with init='fresh' a member needs no network to start from: leave it out")
         if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.shapes:
-            raise PluresError("the ensemble was made of another network: the tensors of the one given differ")
+            raise PluresError("the ensemble was made from another network: its tensors differ from those given")
         attempts = self.progress.attempts
         if self.init == "given":
             source = copy.deepcopy(self.network if network is None else network)

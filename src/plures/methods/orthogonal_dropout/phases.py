@@ -56,7 +56,7 @@ class Pretrain(Phase):
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
         """Give the last member all that is left; the others choose when they prune."""
         if len(partition.claimed()) == partition.members - 1:
-            log.info("member %d takes all the weights that are left: its prune stage is skipped", member)
+            log.info("member %d takes all remaining weights: its prune stage is skipped", member)
             partition.claim(member, {name: partition.free(name) for name in partition.owners()})
 
 

@@ -103,7 +103,7 @@ def resolve_roles(
     targets = classifier_tensors(network, chosen)
     if classifier == "fixed" and not targets:
         raise PluresError(
-            f"{type(network).__name__} has no Linear to take for the classifier: name the layer that gives the "
+            f"{type(network).__name__} has no Linear layer that could be the classifier: name the layer that gives the "
             "logits with roles=plures.roles(network, classifier=..., fixed=True)"
         )
     if classifier is not None:

@@ -68,7 +68,7 @@ class Engine(Predictor, ABC):
             return super().predict(inputs, batch_size=batch_size, calibrated=calibrated, **asked)
         unknown = [member for member in members if member not in self.members]
         if unknown or not members or len(set(members)) < len(members):
-            raise PluresError(f"members={list(members)}: use some of {self.members}, each once")
+            raise PluresError(f"members={list(members)}: use one or more of {self.members}, each once")
         some = _Some(self, [self.members.index(member) for member in members])
         return some.predict(inputs, batch_size=batch_size, abstain_below=abstain_below, until=until)
 

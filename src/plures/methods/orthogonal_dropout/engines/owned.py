@@ -103,7 +103,7 @@ class Owned(Engine):
         if reason is None:
             self._own = None
         else:
-            log.warning("the owned engine runs each member as a network of its own: %s", reason)
+            log.warning("the owned engine runs each member as a separate network: %s", reason)
             self.one_by_one = [name for name, _ in own.networks[0].named_children()]
             self.network = nn.Identity()
             self._of_some.clear()

@@ -231,7 +231,7 @@ class OwnedAttention(nn.Module):
         """Attend, as torch does when nobody needs the weights."""
         if query is not key or key is not value or key_padding_mask is not None or need_weights or query.dim() != 3:
             raise PluresError(
-                "the owned engine runs attention of a batch to itself, without padding masks and returned weights; "
+                "the owned engine supports only self-attention without padding masks and returned weights: "
                 'use ensemble.engine("unfolded")'
             )
         batch, length, width = query.shape
@@ -338,7 +338,7 @@ def joined(results: list[Any]) -> Any:
     if type(results[0]) in (tuple, list):
         return type(results[0])(joined(list(parts)) for parts in zip(*results, strict=True))
     if not all(result is results[0] or result == results[0] for result in results):
-        raise PluresError(f"what members return, {type(results[0]).__name__}, cannot be joined")
+        raise PluresError(f"outputs of type {type(results[0]).__name__} cannot be joined over the members")
     return results[0]
 
 

@@ -155,8 +155,8 @@ class Watch(TorchFunctionMode):
         selects = function is Tensor.__getitem__ and any(hasattr(t, "of_members") for t in _tensors(args[1]))
         if selects or function in DECISIONS or (function in (torch.where, Tensor.where) and len(args) == 1):
             raise PluresError(
-                f"the network decides by its activations ({getattr(function, '__name__', function)}), which differ "
-                'from member to member: use ensemble.engine("unfolded")'
+                f"the control flow of the network depends on activations ({getattr(function, '__name__', function)}), "
+                'which differ from member to member: use ensemble.engine("unfolded")'
             )
         result = function(*args, **kwargs)
         _mark(args[0] if function is Tensor.__setitem__ else result)
