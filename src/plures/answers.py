@@ -1,4 +1,4 @@
-"""What an ensemble says of a batch: classes, dense maps of them, or numbers; how unsure it is, and what it promises."""
+"""The results of predict and regress: classes (also per pixel or token) or numbers, uncertainty, and guarantees."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,24 +18,25 @@ ABSTAINED = -1  # the label of a sample that the ensemble was asked not to decid
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """Read an ensemble's answer for a batch of B samples, C classes and K members.
+    """The prediction of an ensemble for a batch of B samples, C classes and K members.
 
         prediction = ensemble.predict(images, abstain_below=0.8)
         prediction.label[0], prediction.confidence[0], prediction.epistemic[0]
 
-    total = aleatoric + epistemic, in nats: the entropy of the mean, the mean entropy of the members (noise in the
-    data), and what the members disagree about (what the network does not know). A temperature changes probabilities and
-    confidence, not these. Of dense answers, [B, C, ...], everything that is [B] here is [B, ...].
+    total = aleatoric + epistemic, in nats: total is the entropy of the mean, aleatoric the mean entropy of the members
+    (noise in the data), and epistemic the disagreement of the members (what the model does not know). A temperature
+    changes probabilities and confidence, but not these. For segmentation and tokens, [B, C, ...], everything that is
+    [B] here is [B, ...].
     """
 
     probabilities: Tensor
     """[B, C]: the mean of the members' probabilities, calibrated if the ensemble is."""
     label: Tensor
-    """[B]: the most probable class, or -1 where the ensemble abstains."""
+    """[B]: the most probable class, or -1 if the ensemble abstains."""
     confidence: Tensor
     """[B]: the probability of the most probable class."""
     members: Tensor
-    """[K, B, C]: each member's probabilities; NaN of members that were not asked."""
+    """[K, B, C]: each member's probabilities; NaN for members that were not run."""
     total: Tensor
     """[B]: the entropy of the mean."""
     aleatoric: Tensor
@@ -43,39 +44,39 @@ class Prediction:
     epistemic: Tensor
     """[B]: total - aleatoric, the members' disagreement; never negative."""
     uncalibrated: Tensor
-    """[B, C]: the mean of the members' probabilities as they are, which promises are made with."""
+    """[B, C]: the mean of the members' probabilities without calibration, which guarantees use."""
     members_used: Tensor
-    """[B]: how many members were asked."""
+    """[B]: how many members were run."""
     calibration: ClassCalibration | None = None
-    """What held-out samples taught the ensemble."""
+    """The calibration from held-out samples."""
 
     @property
     def abstained(self) -> Tensor:
-        """[B]: true where the confidence was below what the caller asked for."""
+        """[B]: true where the ensemble abstains."""
         return self.label == ABSTAINED
 
     def sets(self, coverage: float = 0.9, *, adaptive: bool = False, penalty: float = 0.0, free: int = 1) -> Tensor:
-        """Give each sample a set of classes, [B, C] of booleans, that holds the true one as often as asked for.
+        """Return a set of classes for each sample, [B, C] of booleans, with the given coverage.
 
             prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
-            prediction.sets(coverage=0.9).sum(1)  # how many classes it takes
+            prediction.sets(coverage=0.9).sum(1)  # the number of classes in each set
 
-        Conformal prediction: it holds for every network, on average over samples drawn like the held-out ones. The
-        least ambiguous sets are the smallest on average, and may be empty; `adaptive` ones grow with the difficulty of
-        the sample and always hold the most probable class. A `penalty` for every class after the first `free` ones
-        keeps adaptive sets small (see `plures.guarantees`).
+        Conformal prediction: the guarantee holds for every network, on average over samples from the distribution of
+        the held-out samples. The default sets are the smallest on average, and may be empty. `adaptive` sets grow with
+        the difficulty of the sample and always contain the most probable class. A `penalty` for every class after the
+        first `free` ones keeps adaptive sets small (see `plures.guarantees`).
         """
         return self._calibrated("sets").sets(self._whole("sets"), coverage, adaptive, penalty, free)
 
     def abstain(self, risk: float, *, delta: float = 0.05) -> "Prediction":
-        """Keep the labels of which at most a share `risk` is wrong; the others become -1.
+        """Abstain (label -1) so often that at most a share `risk` of the remaining labels is wrong.
 
             prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
             careful = prediction.abstain(risk=0.01)
             careful.label[~careful.abstained]
 
-        The promise holds with probability 1 - delta over the choice of the held-out samples: selection with guaranteed
-        risk, by the uncalibrated confidence.
+        The guarantee holds with probability 1 - delta over the choice of the held-out samples: selection with
+        guaranteed risk, by the uncalibrated confidence.
         """
         threshold = self._calibrated("abstain").selection(risk, delta).threshold
         confidence, label = self._whole("abstain").max(1)
@@ -100,7 +101,7 @@ class Prediction:
     def from_logits(
         cls, logits: Tensor, abstain_below: float | None = None, calibration: ClassCalibration | None = None
     ) -> "Prediction":
-        """Make a prediction of the members' logits [K, B, C], which every ensemble's forward returns.
+        """Make a prediction from the members' logits [K, B, C], which every ensemble's forward returns.
 
         prediction = Prediction.from_logits(ensemble(images))
         """
@@ -122,7 +123,7 @@ class Prediction:
     def from_members(
         cls, members: Tensor, abstain_below: float | None = None, calibration: ClassCalibration | None = None
     ) -> "Prediction":
-        """Make a prediction of the members' probabilities [K, B, C].
+        """Make a prediction from the members' probabilities [K, B, C].
 
         prediction = Prediction.from_members(ensemble(images).softmax(2))
         """
@@ -164,14 +165,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Regression:
-    """Read a regression ensemble's answer for a batch of B samples, D numbers each and K members.
+    """The prediction of a regression ensemble for a batch of B samples, D numbers each and K members.
 
         answer = forecaster.regress(x)
         answer.mean[0], answer.std[0]
         lower, upper = answer.interval(0.9)
 
     By the law of total variance, std ** 2 = aleatoric + epistemic: the mean of the members' variances (noise in the
-    data), and the variance of their means (what the network does not know).
+    data) plus the variance of their means (what the model does not know).
     """
 
     mean: Tensor
@@ -204,7 +205,7 @@ class Regression:
     def from_outputs(
         cls, outputs: Tensor, *, variance: bool = False, calibration: NumberCalibration | None = None
     ) -> "Regression":
-        """Make an answer of what members return: means [K, B, D], with `variance` means and log-variances [K, B, 2 D].
+        """Make a prediction from outputs of members: means [K, B, D]; with `variance` also log-variances [K, B, 2 D].
 
         >>> two = torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]])  # means 1 and 3, both with variance 1
         >>> answer = Regression.from_outputs(two, variance=True)
@@ -229,13 +230,13 @@ class Regression:
         return cls(means.mean(0), std, aleatoric, epistemic, means, variances, calibration)
 
     def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> Interval:
-        """Give bounds between which each number lies with the probability asked for.
+        """Return bounds between which each number lies with the given probability.
 
             lower, upper = forecaster.regress(x).interval(0.9)
 
-        Of a calibrated ensemble this is a promise (conformal prediction), whatever the network is worth: with
-        `normalised` (usual where the network gives variances) intervals are as wide as the standard deviation tells,
-        without it all are equally wide. Otherwise the answer is taken for a normal distribution.
+        For a calibrated ensemble this is a guarantee (conformal prediction), however good or bad the network is. With
+        `normalised` (the default if the network returns variances), the width is proportional to the standard
+        deviation; otherwise all intervals have the same width. Without calibration, a normal distribution is assumed.
         """
         number("coverage", coverage, "a number between 0 and 1", above=0, below=1)
         if self.calibration is None:

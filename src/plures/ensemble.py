@@ -1,4 +1,4 @@
-"""Ensemble and Stage: the two names that every method implements."""
+"""Ensemble and Stage: the two classes that every method implements."""
 
 import copy
 import inspect
@@ -20,11 +20,11 @@ from plures.tensors import aliases, check_network, overwrite, own_tensors, tenso
 
 
 class Step(NamedTuple):
-    """Name one stage of a method's plan before it is opened.
+    """One stage of a method's plan, before it is opened.
 
         [step.phase for step in ensemble.plan() if not step.committed]
 
-    `member` is None where the members train together.
+    `member` is None if the members train together.
     """
 
     phase: str
@@ -47,9 +47,9 @@ class Stage(nn.Module):
                 stage(inputs, targets).backward()
                 optimizer.step()
 
-    A stage is a copy: until it is committed the ensemble knows nothing of it. `DDP(stage)` and `torch.compile(stage)`
-    work, because all that a stage does happens in its forward. `stage.loss` is the loss of one member's logits, which a
-    training loop may replace for this stage.
+    A stage is a copy: the ensemble does not change until the stage is committed. `DDP(stage)` and
+    `torch.compile(stage)` work, because a stage does everything in its forward. `stage.loss` is the loss of one
+    member's logits; a training loop may replace it for this stage.
     """
 
     def __init__(self, network: nn.Module, step: Step, loss: Loss, commit: Callable[["Stage"], None]) -> None:
@@ -63,12 +63,12 @@ class Stage(nn.Module):
 
     @property
     def phase(self) -> str:
-        """The kind of stage, which a recipe gives epochs to: `pretrain`, `prune`, `finetune`, `train`."""
+        """The kind of stage, for which a recipe has a number of epochs: `pretrain`, `prune`, `finetune`, `train`."""
         return self.step.phase
 
     @property
     def member(self) -> int | None:
-        """The member that the stage trains, or None where all train together."""
+        """The member that the stage trains, or None if all train together."""
         return self.step.member
 
     @property
@@ -87,7 +87,7 @@ class Stage(nn.Module):
         return self.loss(logits, targets)
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Give an optimizer what the stage trains, with the weight decay that the method wants where.
+        """Return parameter groups for an optimizer, with weight decay only where the method needs it.
 
         torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
         """
@@ -102,7 +102,7 @@ class Stage(nn.Module):
         return copied
 
     def commit(self) -> None:
-        """Write the stage into its ensemble; continuing to the next stage does this automatically."""
+        """Write the stage into its ensemble; moving on to the next stage does this automatically."""
         if self.committed:
             raise PluresError(f"stage '{self.name}' is already committed")
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
@@ -147,16 +147,16 @@ class Stored:
 
 
 class Ensemble(Predictor, ABC):
-    """Predict with several members at once; trained stage by stage.
+    """An ensemble of members, trained stage by stage.
 
         for stage in ensemble.stages():
             train(stage)
         logits = ensemble(images)  # [members, batch, classes]
         prediction = ensemble.predict(images)
-        print(ensemble)  # members, sizes, and what the file will weigh
+        print(ensemble)  # members, sizes, and the size of the file
 
-    An ensemble only predicts: its networks stay in eval mode, whatever `train()` says, and stages, which are copies,
-    do the training. A method implements `plan`, `open` and `forward`.
+    An ensemble only predicts: its networks stay in eval mode, even after `train()`. Stages, which are copies, do the
+    training. A method implements `plan`, `open` and `forward`.
     """
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
@@ -170,33 +170,33 @@ class Ensemble(Predictor, ABC):
 
     @abstractmethod
     def plan(self) -> list[Step]:
-        """List all stages from the first to the last, with those committed marked."""
+        """List all stages in order, with the committed ones marked."""
 
     @abstractmethod
     def open(self, step: Step) -> Stage:
-        """Check out the stage of one step of the plan."""
+        """Open the stage of one step of the plan."""
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all trained members, [members, batch, classes]."""
 
     def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again.
+        """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file.
 
-        Each is an attribute of its name; a method that keeps one in another form overrides this.
+        Each argument is an attribute of the same name; a method that stores one in another form overrides this.
         """
         arguments = inspect.signature(type(self)).parameters.values()
         named = [one.name for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         return {name: getattr(self, name) for name in named if name not in ("network", "loss")}
 
     def stages(self) -> Iterator[Stage]:
-        """Go through the stages that are not committed yet.
+        """Iterate over the stages that are not committed yet.
 
             for stage in ensemble.stages():
                 train(stage, epochs[stage.phase])
 
-        Continuing to the next stage commits the last one. Leaving the loop early discards the open stage and keeps the
-        committed ones; called again, the loop continues there.
+        Moving on to the next stage commits the previous one. Leaving the loop early discards the open stage and keeps
+        the committed ones; the next call continues there.
         """
         while (step := next((step for step in self.plan() if not step.committed), None)) is not None:
             stage = self.open(step)
@@ -205,7 +205,7 @@ class Ensemble(Predictor, ABC):
                 stage.commit()
 
     def summary(self) -> str:
-        """Say in a few lines what the ensemble is: members, stages, sizes, and what its file will weigh.
+        """Describe the ensemble in a few lines: members, stages, sizes, and the size of its file.
 
         print(ensemble.summary())
         """
@@ -213,7 +213,7 @@ class Ensemble(Predictor, ABC):
         return "\n".join([self._heading(), *self.size_lines(), *calibrated])
 
     def size_lines(self) -> list[str]:
-        """Say how large the ensemble is; a method that has more to say than this overrides it."""
+        """Describe the size of the ensemble; a method with more details overrides this."""
         return [file_line(sum(tensor.nbytes for tensor in self.tensors().values()), self.plain_bytes)]
 
     def __repr__(self) -> str:
@@ -227,16 +227,16 @@ class Ensemble(Predictor, ABC):
         return f"{type(self).__name__} of {self.split_from} ({options}): {progress}"
 
     def state(self) -> dict[str, Any]:
-        """Give what a file must know beyond options and tensors, as JSON values."""
+        """Return the state that a file needs beyond options and tensors, as JSON values."""
         return {}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Give the tensors that a file holds, with weights (not statistics) in the dtype asked for."""
+        """Return the tensors for a file, with weights (not statistics) in the given dtype."""
         return {name: as_stored(tensor, dtype) for name, tensor in own_tensors(self).items()}
 
     @classmethod
     def restore(cls, network: nn.Module, stored: Stored) -> Self:
-        """Build an ensemble from what `options`, `state` and `tensors` gave."""
+        """Build an ensemble from the results of `options`, `state` and `tensors`."""
         if stored.members is not None:
             raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(stored.members)}")
         cls.check_before_building(network, stored)
@@ -254,10 +254,10 @@ class Ensemble(Predictor, ABC):
 
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a file before anything is built from its options, which may promise more than memory holds."""
+        """Refuse a file before anything is built from its options, which may need more memory than there is."""
 
     def fill(self, stored: Stored) -> None:
-        """Take over tensors and progress from a file that an ensemble of the same network and options wrote."""
+        """Copy tensors and progress from a file of an ensemble with the same network and options."""
         with torch.no_grad():
             for name, tensor in own_tensors(self).items():
                 overwrite(tensor, stored.read(name, tensor.shape), name)

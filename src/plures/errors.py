@@ -13,9 +13,8 @@ class PluresError(Exception):
         except plures.PluresError as error:
             print(error)  # one sentence: what was given, what is accepted, what to do
 
-    Anything else that escapes from the library is a bug. Control characters, which may come from the names in a
-    file from elsewhere, are shown as escapes, and a very long message loses its middle: it is one line and can neither
-    steer a terminal nor flood it.
+    Any other exception from the library is a bug. A message is one line: control characters, which may come from names
+    in an untrusted file, are shown as escapes, and the middle of a very long message is left out.
     """
 
     def __init__(self, message: object = "") -> None:

@@ -1,7 +1,7 @@
-"""Promises that hold with a known probability: sets and intervals that cover, and answers whose risk is bounded.
+"""Guarantees with a known probability: sets and intervals with a given coverage, and predictions with bounded risk.
 
-Pure functions of scores on held-out samples. They assume one thing: that the held-out samples were drawn like those to
-come, and were not used for training.
+Pure functions of scores on held-out samples. They assume only that the held-out samples have the same distribution as
+future samples, and were not used for training.
 """
 
 import math
@@ -16,13 +16,13 @@ from plures.metrics.arrays import Array, distributions, numbers, tensor
 
 
 class Selection(NamedTuple):
-    """The confidence from which on answers are given, and what is promised of them.
+    """A confidence threshold, and the guarantee for the samples that reach it.
 
         selection = select(confidence, right, risk=0.01)
         answered = confidence >= selection.threshold
 
-    `bound` is what the error rate among the answered samples does not exceed, with probability 1 - delta; `answered` is
-    the fraction of the held-out samples that reach the threshold.
+    With probability 1 - delta, the error rate of the samples that reach the threshold is at most `bound`. `answered` is
+    the fraction of the held-out samples that reach it.
     """
 
     threshold: float
@@ -31,13 +31,13 @@ class Selection(NamedTuple):
 
 
 def quantile(scores: Array, coverage: float) -> Tensor:
-    """Find the score that a new sample's stays at or below with at least the probability `coverage`.
+    """Find a score that a new sample does not exceed, with probability `coverage` or more.
 
     >>> quantile(torch.arange(1.0, 20.0), coverage=0.9)
     tensor(18., dtype=torch.float64)
 
-    Of n held-out scores [n] or [n, outputs] it is the k-th smallest with k = ceil((n + 1) coverage), which makes the
-    promise exact for every n (Vovk and others, 2005); the plain quantile would fall short.
+    Among n held-out scores [n] or [n, outputs] it is the k-th smallest with k = ceil((n + 1) coverage), which makes the
+    guarantee exact for every n (Vovk and others, 2005); the plain quantile would be too low.
     """
     held_out = numbers("scores", scores, rank=None).double()
     rank = _rank(len(held_out), coverage)
@@ -48,7 +48,7 @@ def quantile(scores: Array, coverage: float) -> Tensor:
 
 
 def held_out_for_coverage(coverage: float) -> int:
-    """Say how many held-out samples a coverage takes at least.
+    """Return the smallest number of held-out samples for a coverage.
 
     >>> held_out_for_coverage(0.99)
     99
@@ -60,25 +60,25 @@ def held_out_for_coverage(coverage: float) -> int:
 
 
 def ambiguity_scores(probabilities: Array) -> Tensor:
-    """Score every class by how improbable it is; sets of a quantile of it are the smallest on average.
+    """Score every class by how improbable it is; sets from this score are the smallest on average.
 
     >>> ambiguity_scores(torch.tensor([[0.75, 0.25]]))
     tensor([[0.2500, 0.7500]], dtype=torch.float64)
 
-    The least ambiguous set-valued classifiers of Sadinle, Lei and Wasserman (2019). Where the classifier is right more
-    often than the coverage asked for, the least sure samples get an empty set.
+    The least ambiguous set-valued classifiers of Sadinle, Lei and Wasserman (2019). If the classifier is right more
+    often than the coverage, the least confident samples get an empty set.
     """
     return 1 - distributions("probabilities", probabilities, rank=2).double()
 
 
 def adaptive_scores(probabilities: Array, penalty: float = 0.0, free: int = 1) -> Tensor:
-    """Score every class by the probability of all classes before it; sets of a quantile of it grow with the difficulty.
+    """Score every class by the probability of all classes before it; sets from this score grow with the difficulty.
 
     >>> adaptive_scores(torch.tensor([[0.25, 0.75]]), penalty=0.5)
     tensor([[1.2500, 0.0000]], dtype=torch.float64)
 
     The adaptive sets of Romano, Sesia and Candes (2020) without their random number: the most probable class always
-    belongs to the set. With a `penalty` every class after the first `free` ones costs that much more, which keeps sets
+    belongs to the set. A `penalty` is added for every class after the first `free` ones, which keeps sets
     small (Angelopoulos and others, 2021).
     """
     number("penalty", penalty, "a number of 0 or more", above=-math.ulp(0.0))
@@ -91,7 +91,7 @@ def adaptive_scores(probabilities: Array, penalty: float = 0.0, free: int = 1) -
 
 
 def of_targets(scores: Tensor, targets: Array) -> Tensor:
-    """Take each held-out sample's score of the class that was true.
+    """Return the score of the true class of each held-out sample.
 
     >>> of_targets(torch.tensor([[0.2, 0.8]]), torch.tensor([1]))
     tensor([0.8000])
@@ -101,13 +101,13 @@ def of_targets(scores: Tensor, targets: Array) -> Tensor:
 
 
 def risk_bound(errors: int, answered: int, delta: float) -> float:
-    """Bound an error rate from above: the truth exceeds it with probability `delta` at most.
+    """Bound an error rate from above: the true rate exceeds the bound with probability `delta` at most.
 
     >>> round(risk_bound(errors=0, answered=100, delta=0.05), 4)
     0.0295
 
-    The largest rate under which so few errors or fewer would still happen with probability `delta` (Clopper and
-    Pearson, 1934).
+    The largest rate at which this number of errors or fewer still occurs with probability `delta` (Clopper and Pearson,
+    1934).
     """
     number("delta", delta, "a number between 0 and 1", above=0, below=1)
     if errors >= answered:
@@ -125,13 +125,13 @@ def risk_bound(errors: int, answered: int, delta: float) -> float:
 
 
 def select(confidence: Array, right: Array, risk: float, delta: float = 0.05) -> Selection:
-    """Find the lowest confidence threshold whose answers are wrong at most at the rate `risk`.
+    """Find the lowest confidence threshold with an error rate of at most `risk`.
 
         selection = select(confidence, right, risk=0.01)
 
-    `confidence` [samples] and `right` [samples] are of held-out samples. The promise holds with probability 1 - delta
-    over the choice of these (selection with guaranteed risk; Geifman and El-Yaniv, 2017): the thresholds are found by
-    bisection, and every one that is tried takes its share of delta.
+    `confidence` [samples] and `right` [samples] belong to held-out samples. The guarantee holds with probability
+    1 - delta over the choice of these samples (selection with guaranteed risk; Geifman and El-Yaniv, 2017): the
+    threshold is found by bisection, and every threshold that is tried uses up a share of delta.
     """
     number("risk", risk, "a number between 0 and 1", above=0, below=1)
     number("delta", delta, "a number between 0 and 1", above=0, below=1)
@@ -159,7 +159,7 @@ def select(confidence: Array, right: Array, risk: float, delta: float = 0.05) ->
 
 
 def held_out_for_risk(risk: float, delta: float = 0.05) -> int:
-    """Say how many held-out samples a risk takes at least; so few suffice where all of them are answered right.
+    """Return the smallest number of held-out samples for a risk; it suffices if all predictions are right.
 
     >>> held_out_for_risk(0.01)
     528

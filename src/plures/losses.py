@@ -15,15 +15,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Train a classifier whose classes are on another axis than the second.
+    """Train a classifier whose class axis is not the second.
 
         ensemble = plures.DeepEnsemble(tagger, loss=plures.CrossEntropy(class_axis=-1))  # [batch, tokens, classes]
         for stage in ensemble.stages():
             stage(tokens, tags).backward()
         ensemble(tokens)  # [members, batch, classes, tokens]
 
-    The ensemble itself answers with the classes after the batch, as torch's losses want them. Targets of -100 do not
-    count.
+    The ensemble itself returns the classes after the batch, as torch's losses expect them. Targets of -100 are ignored.
     """
 
     class_axis: int = 1
@@ -43,12 +42,12 @@ class GaussianNLL:
             stage(x, y).backward()
         forecaster.regress(x).std
 
-    The first half of the outputs are the means, the second half the logarithms of the variances; torch's
-    GaussianNLLLoss is inside.
+    The first half of the outputs are the means, the second half the logarithms of the variances. The loss is torch's
+    GaussianNLLLoss.
     """
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood, without the constant that no weight changes."""
+        """Return the mean negative log-likelihood, without its constant term."""
         mean, variance = mean_and_variance(outputs)
         if targets.dim() == 1 and mean.shape[1] == 1:
             targets = targets[:, None]

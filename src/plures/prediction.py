@@ -1,4 +1,4 @@
-"""Everything that can be asked for a prediction: of classes or of numbers, calibrated or not, member by member."""
+"""Prediction of classes or numbers, calibrated or not, member by member if needed."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 
 
 class Predictor(nn.Module):
-    """Give every module that returns logits [members, batch, classes] its `predict`, `regress` and `calibrate`.
+    """Add `predict`, `regress` and `calibrate` to a module that returns logits [members, batch, classes].
 
         prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
 
-    Its networks stay in eval mode, whatever `train()` says: predictors only predict. Any number of threads may
-    predict at the same time, and read, copy or save the predictor meanwhile: what a call changes in a network while it
-    runs, it changes in a copy of the network's structure that no other call has.
+    Its networks stay in eval mode, even after `train()`: predictors only predict. Any number of threads may predict at
+    the same time, while others read, copy or save the predictor: each call changes only its own copy of the network's
+    structure.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Predictor(nn.Module):
         self._idle: list[tuple[object, Any]] = []  # structures that no call uses now, with what they were copied from
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what `predict` takes: a tensor, a tuple of positional or a dict of named arguments."""
+        """Accept the same inputs as `predict`: a tensor, a tuple of positional or a dict of named arguments."""
         named = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
         outputs = super().__call__(**args[0]) if named else super().__call__(*args, **kwargs)
         return classes_second(outputs, self.loss)
@@ -54,13 +54,13 @@ class Predictor(nn.Module):
             prediction = ensemble.predict(images, abstain_below=0.8)
             prediction.label, prediction.confidence, prediction.epistemic
 
-        `inputs` is what the network takes: a tensor, a tuple of positional or a dict of named arguments. `batch_size`
-        bounds how many samples are in the network at once. Where confidence lies below `abstain_below` the label is -1.
-        A calibrated ensemble applies its temperature, unless told `calibrated=False`.
-
-        With `until` members are asked one by one, and for each sample no longer than needed: until the share `until` of
-        the held-out samples with such a margin between the two most probable classes, after so many members, kept
-        their label to the end. `members_used` says how many it took.
+        - `inputs`: a tensor, a tuple of positional or a dict of named arguments of the network.
+        - `batch_size`: the largest number of samples in the network at once.
+        - `abstain_below`: if the confidence is lower, the label is -1.
+        - `calibrated`: if False, a calibrated ensemble does not apply its temperature.
+        - `until`: run members one after the other, and stop for a sample when at least this share of the held-out
+          samples with such a margin between the two most probable classes, after that many members, kept their label to
+          the end. `members_used` is the number of members that were run.
         """
         if is_for_numbers(self.loss):
             raise PluresError(f"this ensemble was trained with {name_of(self.loss)} and returns numbers: call regress")
@@ -72,13 +72,13 @@ class Predictor(nn.Module):
             return Prediction.from_logits(logits, abstain_below, self._class_calibration(len(logits), calibrated))
 
     def regress(self, inputs: Any, *, batch_size: int | None = None, calibrated: bool = True) -> Regression:
-        """Predict numbers with all trained members: a mean, its standard deviation, and why it is so large.
+        """Predict numbers with all trained members: mean, standard deviation and its two parts.
 
             answer = forecaster.regress(x)
             answer.mean, answer.std, answer.epistemic, answer.interval(0.9)
 
-        With the loss `plures.GaussianNLL` the network returns means and log-variances, [batch, 2 d]; with any other, or
-        one that is not known, means, [batch, d]. A calibrated ensemble scales its standard deviations, unless told
+        With the loss `plures.GaussianNLL` the network returns means and log-variances, [batch, 2 d]; with any other
+        loss it returns means, [batch, d]. A calibrated ensemble scales its standard deviations, except with
         `calibrated=False`.
         """
         if is_for_classes(self.loss):
@@ -96,15 +96,15 @@ class Predictor(nn.Module):
     def calibrate(
         self, inputs: Any, targets: Any = None, *, batch_size: int | None = None, per_member: bool = False
     ) -> Self:
-        """Learn from held-out data how far to trust the ensemble's confidence, and return the ensemble.
+        """Calibrate the confidence on held-out data, and return the ensemble.
 
             ensemble.calibrate(held_out_images, held_out_labels, batch_size=256)
             ensemble.calibrate(held_out_loader)  # batches of inputs and targets
-            ensemble.calibrate(None)  # forget it
+            ensemble.calibrate(None)  # remove the calibration
 
-        A temperature is fitted after averaging (with `per_member` one for each member before, too), and the scores are
-        kept that `Prediction.sets`, `Prediction.abstain`, `Regression.interval` and members on demand need. All of it
-        is stored by `plures.save`. Use data that were not used for training, and that you do not report on.
+        A temperature is fitted after averaging (with `per_member`, also one for each member before averaging). The
+        scores that `Prediction.sets`, `Prediction.abstain`, `Regression.interval` and members on demand need are kept.
+        `plures.save` stores all of this. Use data that you neither train on nor report results on.
         """
         if inputs is None:
             self.calibration = None
@@ -118,12 +118,12 @@ class Predictor(nn.Module):
         return self
 
     def join(self, batches: list[Any]) -> Tensor:
-        """Return what the members' networks give for several batches, joined along the batch axis."""
+        """Return the outputs of all members for several batches, joined along the batch axis."""
         raw = [nn.Module.__call__(self, *args, **kwargs) for args, kwargs in map(arguments, batches)]
         return torch.cat(raw, dim=1)
 
     def ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return what one member's network gives for several batches, joined: what members on demand are asked by."""
+        """Return the outputs of one member for several batches, joined; members on demand use it."""
         raise PluresError(
             f"{type(self).__name__} runs all members in one pass: until= would save nothing, leave it out"
         )
@@ -139,7 +139,7 @@ class Predictor(nn.Module):
         raise NotImplementedError
 
     def borrow(self, run: Callable[[Any], Result]) -> Result:
-        """Run something on a structure that no other call has meanwhile."""
+        """Run a function on a structure that no other call uses at the same time."""
         # Hooks that the user has put on the networks since, or removed, must hold for the copy, too.
         now = [(*one._forward_pre_hooks, *one._forward_hooks, one.training) for one in self.modules()]
         try:

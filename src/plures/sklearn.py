@@ -1,4 +1,4 @@
-"""Estimators for scikit-learn: tables in, uncertainty out. Needs the extra [sklearn].
+"""Estimators for scikit-learn, with uncertainty. They need the extra [sklearn].
 
 from plures.sklearn import PluresClassifier
 
@@ -35,7 +35,7 @@ MakeNetwork = Callable[[int, int], nn.Module]
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """What classifier and regressor share: columns brought to one scale, a network, an ensemble trained on rows."""
+    """What classifier and regressor share: standardised columns, a network, an ensemble trained on rows."""
 
     def __init__(
         self,
@@ -130,11 +130,15 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         classifier = PluresClassifier(members=5, hidden=(100,)).fit(X, y)
         classifier.predict(X), classifier.predict_proba(X), classifier.predict_std(X)
 
-    `method` is the name of any method of plures and `options` are its own; `members` counts the passes of MC dropout,
-    too. The network is a multilayer perceptron with the `hidden` widths, or what `network(inputs, outputs)` makes.
-    Columns are brought to mean 0 and standard deviation 1 by what `fit` saw. Each stage trains for `epochs` with AdamW
-    and a cosine schedule, pruning for a tenth of them; without a `batch_size` an epoch has about sixteen steps. The
-    trained ensemble is `ensemble_`: `plures.save(classifier.ensemble_, path)` stores it without pickle.
+    - `method`, `options`: the name of any method of plures, and its options.
+    - `members`: the number of members, or of passes of MC dropout.
+    - `hidden`: the widths of a multilayer perceptron.
+    - `network`: a function `network(inputs, outputs)` that returns another network.
+    - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them.
+    - `batch_size`: by default, an epoch has about sixteen steps.
+
+    Columns are standardised with the mean and standard deviation that `fit` saw. The trained ensemble is `ensemble_`:
+    `plures.save(classifier.ensemble_, path)` stores it without pickle.
     """
 
     def fit(self, X: Any, y: Any) -> Self:
@@ -148,18 +152,18 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any) -> Table:
-        """Give the probability of each class, [rows, classes], in the order of `classes_`."""
+        """Return the probability of each class, [rows, classes], in the order of `classes_`."""
         mean: Table = self._members(X).mean(0)
         return mean
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Give the most probable class of each row."""
+        """Return the most probable class of each row."""
         best = self.predict_proba(X).argmax(1)  # first: it says whether the estimator is fitted
         chosen: NDArray[Any] = self.classes_[best]
         return chosen
 
     def predict_std(self, X: Any) -> Table:
-        """Give the standard deviation of the members' probabilities, [rows, classes]: where they disagree."""
+        """Return the standard deviation of the members' probabilities, [rows, classes]: their disagreement."""
         spread: Table = self._members(X).std(0)
         return spread
 
@@ -171,14 +175,14 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
 
 class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
-    """Predict a number for each row of a table, and how far off it may be.
+    """Predict a number for each row of a table, with its standard deviation.
 
         regressor = PluresRegressor(members=5, hidden=(100,)).fit(X, y)
         regressor.predict(X), regressor.predict_std(X)
 
-    Each member gives a mean and a variance, trained by `plures.GaussianNLL`; targets are brought to mean 0 and standard
-    deviation 1 by what `fit` saw, and the answers back. All else is as for `PluresClassifier`. `y` may have several
-    columns.
+    Each member returns a mean and a variance, trained with `plures.GaussianNLL`. Targets are standardised in training,
+    and predictions are in the original units. `y` may have several columns. The arguments are those of
+    `PluresClassifier`.
     """
 
     def fit(self, X: Any, y: Any) -> Self:
@@ -194,11 +198,11 @@ class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Table:
-        """Give the mean of the members, in the shape that `y` had."""
+        """Return the mean of the members, in the shape of `y`."""
         return self._as_given(self._regress(X).mean.numpy() * self._width + self._middle)
 
     def predict_std(self, X: Any) -> Table:
-        """Give the standard deviation of the answer: noise in the data and what the members disagree about."""
+        """Return the standard deviation of the prediction: noise in the data and disagreement of the members."""
         return self._as_given(self._regress(X).std.numpy() * self._width)
 
     def __sklearn_tags__(self) -> Any:

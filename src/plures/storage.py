@@ -1,4 +1,4 @@
-"""Keep an ensemble in one safetensors file: no pickle, every tensor checked, written beside and renamed."""
+"""Save and load an ensemble as one safetensors file: no pickle, a checksum per tensor, atomic writes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -42,8 +42,9 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
         plures.save(ensemble, "birds.safetensors")
         plures.save(ensemble, "birds-half.safetensors", dtype=torch.bfloat16)
 
-    Weights are stored as they are, or in the `dtype` given (float32, bfloat16 or float16); statistics keep theirs. A
-    partly trained ensemble is stored with all that training needs. A crash leaves the old file or the new one.
+    Weights keep their type, or get the given `dtype` (float32, bfloat16 or float16); statistics keep theirs. A partly
+    trained ensemble is stored with everything that further training needs. A crash leaves either the old file or the
+    new one.
     """
     if dtype not in DTYPES:
         raise PluresError(f"dtype={dtype}; weights are stored as float32, bfloat16 or float16")
@@ -84,16 +85,17 @@ def load(
     loss: Loss | None = None,
     method: type[Ensemble] | None = None,
 ) -> Ensemble:
-    """Read an ensemble back; the network gives the code, the file gives the numbers.
+    """Load an ensemble: the network gives the code, the file gives the numbers.
 
         ensemble = plures.load("birds.safetensors", network)
         ensemble = plures.load("birds.safetensors", lambda: resnet18(num_classes=200), members=[0, 2])
 
-    `network` is a network of the class that was saved, or a function that makes one; it is copied, not changed. With
-    `members` only those are read, and not what all of them together were calibrated to. Nothing in the file is ever
-    executed, and a damaged file is refused. A file holds the losses of plures and mse_loss; to train on with one of
-    your own, give it again. A file of a method from outside of plures is read with that `method`, a class: the file
-    imports nothing by itself.
+    Nothing in the file is ever executed or imported, and a damaged file is refused.
+
+    - `network`: a network of the class that was saved, or a function that makes one; it is copied, not changed.
+    - `members`: load only these members, without the calibration, which is for all members together.
+    - `loss`: needed only to continue training with a custom loss; a file stores the losses of plures and mse_loss.
+    - `method`: the class of a method that is not part of plures.
     """
     path = Path(path)
     made = network if isinstance(network, nn.Module) else _made(network)

@@ -1,4 +1,4 @@
-"""Export: one file that answers as `predict` does, without plures and without Python."""
+"""Export: one file with the same outputs as `predict`, without plures and without Python."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Format = Literal["onnx", "pt2"]
 
 @dataclass(frozen=True)
 class Exported:
-    """Tell what `export` has written.
+    """The file that `export` has written.
 
     exported = plures.export(ensemble, "birds.pt2", images)
     exported.path, exported.bytes, exported.stored
@@ -50,7 +50,7 @@ def export(
     metadata: Mapping[str, Any] | None = None,
     int8: Any = None,
 ) -> Exported:
-    """Write an ensemble as one self-contained file that runs anywhere.
+    """Write an ensemble as one self-contained file that runs without plures.
 
         plures.export(ensemble, "birds.onnx", images)
 
@@ -58,18 +58,18 @@ def export(
         session = onnxruntime.InferenceSession("birds.onnx")
         probabilities, label, confidence, *_ = session.run(None, {"inputs": images.numpy()})
 
-    The file takes what the network takes, for any number of samples: `inputs`, or the names in `example_inputs`. It
-    gives probabilities, label, confidence, total, aleatoric, epistemic and members, as `predict`; of a regression
-    ensemble mean, std, aleatoric, epistemic and members, as `regress`. Calibration is in the answers. The `format`
-    follows from the ending: ".onnx" (extra [export]) or ".pt2", a program for torch.export.load.
+    The file takes the inputs of the network, for any number of samples: `inputs`, or the names in `example_inputs`. It
+    returns probabilities, label, confidence, total, aleatoric, epistemic and members, like `predict`; for a regression
+    ensemble mean, std, aleatoric, epistemic and members, like `regress`. The outputs are calibrated if the ensemble is.
+    A split ensemble takes about the size of one network, because its members are extracted when the file is loaded.
 
-    With `preprocess` the file starts with that module: `example_inputs` are then what the module takes, such as uint8
-    pixels. Class names and `metadata` go into the file as JSON. A split ensemble is stored at about the size of one
-    network, since its members are cut out when the file is loaded. With `int8`, a few hundred inputs for calibration,
-    onnxruntime quantises the layers, and the weights of a split ensemble stay stored once; measure what it costs on
-    data of your own.
+    - `format`: "onnx" (extra [export]) or "pt2", a program for torch.export.load; by default, the ending of the path.
+    - `preprocess`: a module that becomes the first step; `example_inputs` are then its inputs, such as uint8 pixels.
+    - `classes`, `metadata`: stored in the file as JSON.
+    - `int8`: a few hundred inputs from which onnxruntime takes value ranges to quantise the layers. The weights of a
+      split ensemble are still stored only once. Measure the loss of accuracy on your own data.
 
-    The passes of MC dropout are drawn at export, once for all samples: the file answers the same whenever it is asked.
+    The passes of MC dropout are drawn once at export, so the file always gives the same outputs.
     """
     path = Path(path)
     chosen = _format(path, format)

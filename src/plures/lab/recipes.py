@@ -42,20 +42,20 @@ class Epochs:
         return int(known[phase])
 
     def times(self, factor: float) -> "Epochs":
-        """Return all epochs multiplied, rounded to whole ones."""
+        """Return all epochs multiplied, rounded to integers."""
         return Epochs(**{phase: round(epochs * factor) for phase, epochs in asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers of an experiment: data, network, members and training.
+    """All settings of an experiment: data, network, members and training.
 
         recipe = get_recipe("cifar10-cpu")
         longer = dataclasses.replace(recipe, epochs=Epochs(pretrain=60, prune=6, finetune=60, train=60))
         plures.fit(ensemble, data, longer)
 
-    `milestones` are fractions of a stage, so that they hold for stages of any length. `batch_size` counts the images
-    of all processes together: a recipe means the same on one device and on many.
+    `milestones` are fractions of a stage, so they suit stages of any length. `batch_size` counts the images of all
+    processes together, so a recipe means the same on one device and on many.
     """
 
     about: str = ""  # one line for people; not part of the experiment
@@ -100,12 +100,12 @@ class Recipe:
             raise PluresError("; ".join(wrong))
 
     def for_method(self, method: str) -> Self:
-        """Return the recipe as it is usual for a method, by its name; apply it before own changes.
+        """Return the recipe with the usual changes for a method; apply it before your own changes.
 
             get_recipe("cifar10").for_method("batch-ensemble").epochs.train  # 500
 
         BatchEnsemble and Masksembles train 2.5 times as long, and MIMO has two members, as in the paper. With wide
-        ResNets all train equally long, MIMO has three members and BatchEnsemble four, as in the MIMO paper.
+        ResNets, all methods train equally long, MIMO has three members and BatchEnsemble four, as in the MIMO paper.
         """
         known = facts(method, wide=self.model.startswith("wide_resnet"))
         return replace(self, epochs=self.epochs.times(known.longer), members=known.members or self.members)
@@ -116,14 +116,14 @@ class Recipe:
         return self if own is None else replace(self, learning_rate=own)
 
     def as_json(self) -> dict[str, Any]:
-        """Give everything that decides about the result as JSON values."""
+        """Return everything that affects the result as JSON values."""
         values = asdict(self)
         del values["about"]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Make the recipe that `as_json` described."""
+        """Make a recipe from the values of `as_json`."""
         known = {one.name for one in fields(cls)}
         if others := sorted(set(values) - known):
             raise PluresError(
@@ -134,7 +134,7 @@ class Recipe:
 
 
 def get_recipe(name: str) -> Recipe:
-    """Find a recipe by its name; an unknown one is refused with the nearest.
+    """Find a recipe by its name; for an unknown name, the error suggests similar ones.
 
     recipe = get_recipe("cifar10-cpu")
     """

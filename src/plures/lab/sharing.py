@@ -40,15 +40,14 @@ def push_to_hub(
     data_dir: str | Path | None = None,
     private: bool = False,
 ) -> str:
-    """Publish an ensemble or a finished run with a model card, and return where it is.
+    """Publish an ensemble or a finished run with a model card, and return its address.
 
         plures.push_to_hub("runs/birds", "me/birds")  # to the Hugging Face hub
         plures.push_to_hub(ensemble, Path("shared/birds"), metrics={"accuracy": 0.95})  # into a folder
 
-    A run brings its configuration and metrics, and its test images, where they are found, draw the reliability picture.
-    For an ensemble of your own loop, give `metrics` for the table of the card, and `predictions`, the probabilities
-    [samples, classes] and targets of held-out samples, for the picture. The hub is told who you are by
-    `huggingface-cli login`.
+    A run includes its configuration and metrics, and a reliability diagram of its test images if they are found. For
+    an ensemble from your own loop, pass `metrics` for the table of the card, and for the diagram `predictions`: the
+    probabilities [samples, classes] and targets of held-out samples. Log in to the hub with `huggingface-cli login`.
     """
     with TemporaryDirectory() as made:
         folder = Path(made)
@@ -70,13 +69,13 @@ def from_hub(
     revision: str | None = None,
     trust_code: bool = False,
 ) -> Ensemble:
-    """Load an ensemble that was published: from the Hugging Face hub or from a folder.
+    """Load a published ensemble from the Hugging Face hub or from a folder.
 
         ensemble = plures.from_hub("me/birds")
         ensemble = plures.from_hub("shared/birds", network)
 
-    A published run knows its network, if that is one of plures; for others give `network`, as for `plures.load`. Code
-    that a stranger's run names is run with `trust_code` alone. A folder that holds a pickle is refused.
+    A published run with a built-in network needs no `network`; for others pass it, as to `plures.load`. Code that an
+    untrusted run names is run only with `trust_code`. A folder that contains a pickle is refused.
     """
     folder = Path(source) if _is_folder(source) else _downloaded(str(source), revision)
     _refuse_pickles(str(source), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])

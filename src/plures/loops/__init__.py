@@ -1,1 +1,1 @@
-"""Stages in other people's training loops: the few lines that stand between a stage and a trainer."""
+"""Adapters between a stage and the trainers of other libraries."""

@@ -8,14 +8,14 @@ from plures.ensemble import Stage
 
 
 class StageModel(nn.Module):
-    """Show a stage to a `transformers.Trainer` as a model: named inputs and labels in, a loss out.
+    """Adapt a stage to a `transformers.Trainer`: named inputs and labels in, a loss out.
 
         for stage in ensemble.stages():
             arguments = TrainingArguments("out", remove_unused_columns=False, save_strategy="no")
             Trainer(StageModel(stage), arguments, train_dataset=dataset).train()
 
-    The data set gives dicts, with the targets as `labels`; all else goes to the network by name. The Trainer does not
-    know which names those are: `remove_unused_columns=False` keeps it from dropping them.
+    The data set yields dicts, with the targets as `labels`; all other entries go to the network by name. The Trainer
+    does not know these names, so `remove_unused_columns=False` is needed to keep them.
     """
 
     accepts_loss_kwargs = False  # or the Trainer would hand in numbers that the network does not take

@@ -10,7 +10,7 @@ from plures.ensemble import Stage
 
 
 class StageModule(LightningModule):
-    """Show a stage to a `lightning.Trainer` as a module.
+    """Adapt a stage to a `lightning.Trainer`.
 
         def optimizer(stage):
             return torch.optim.AdamW(stage.parameter_groups(weight_decay=1e-4), lr=1e-3)
@@ -18,9 +18,9 @@ class StageModule(LightningModule):
         for stage in ensemble.stages():
             Trainer(max_epochs=20).fit(StageModule(stage, optimizer), loader)
 
-    Batches are pairs of inputs and targets. `optimizer` makes what `configure_optimizers` may return: an optimizer, or
-    a dict with a schedule. Every step logs `train_loss`, and validation batches `validation_loss`, for callbacks.
-    `fit(..., ckpt_path=...)` goes on with the stage from a checkpoint.
+    Batches are pairs of inputs and targets. `optimizer` returns what `configure_optimizers` may return: an optimizer,
+    or a dict with a schedule. Every step logs `train_loss`, and validation batches `validation_loss`, for callbacks.
+    `fit(..., ckpt_path=...)` resumes the stage from a checkpoint.
     """
 
     def __init__(self, stage: Stage, optimizer: Callable[[Stage], Any]) -> None:
@@ -36,7 +36,7 @@ class StageModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, _index: int) -> None:
-        """Log the loss of a batch that is not trained on."""
+        """Log the loss of a validation batch."""
         inputs, targets = batch
         self.log("validation_loss", self.stage(inputs, targets), prog_bar=True)
 

@@ -50,17 +50,19 @@ class BatchEnsembleStage(TogetherStage):
 
 
 class BatchEnsemble(ManyInOne):
-    """Give each member a pair of vectors per layer, and share all weights: y = layer(x * alpha) * gamma + bias.
+    """Share all weights, with two vectors per layer and member: y = layer(x * alpha) * gamma + bias.
 
         ensemble = plures.BatchEnsemble(network, members=5)
         for stage in ensemble.stages():
             train(stage, stage.parameter_groups(weight_decay=1e-4))
 
-    Every Linear and convolution has factors and biases of its own for each member, the classifier included. All
-    members see every batch: it is tiled once per member, so a training step costs as much as `members` plain ones.
-    `factors` start from a normal distribution around 1 ("gaussian") or as random signs ("sign"); weight decay leaves
-    them alone, and they and the biases get half the gradient. Norm layers are shared; with `private_norm` each member
-    has batch norm of its own. Layers of other kinds are shared, as are the projections in `nn.MultiheadAttention`.
+    Every Linear and convolution, including the classifier, has its own factors and biases for each member. All members
+    see every batch: it is repeated once per member, so a training step costs as much as `members` plain steps. Factors
+    do not decay, and factors and biases get half the gradient. Layers of other kinds are shared, and so are the
+    projections in `nn.MultiheadAttention`.
+
+    - `factors`: start from a normal distribution around 1 ("gaussian") or as random signs ("sign").
+    - `private_norm`: give each member its own batch norm; by default, norm layers are shared.
     """
 
     stage_class = BatchEnsembleStage

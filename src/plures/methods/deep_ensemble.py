@@ -22,19 +22,19 @@ Init = Literal["fresh", "given"]
 
 
 class DeepEnsemble(Ensemble):
-    """Train several copies of a network, each from its own random start.
+    """Train several copies of a network, each from its own random weights.
 
         ensemble = plures.DeepEnsemble(network, members=5)
         for stage in ensemble.stages():
             train(stage)
         network = ensemble.checkout(2)
 
-    `classifier="fixed"` freezes the classifier (the tensors with the role "shared") as the network has it, one for all
-    members. `init="given"` starts every member from the network's weights, so that only the training makes them differ.
+    `classifier="fixed"` freezes the classifier of the network (the tensors with the role "shared") for all members.
+    `init="given"` starts every member from the network's weights, so that only the training makes them differ.
 
-    Members know nothing of each other, so any open step can be trained at any time, also in other processes that build
-    the same ensemble: `stage = ensemble.open(step)` there; here `ensemble.open(step)`, `stage.load_state_dict(theirs)`
-    and `stage.commit()`.
+    Members are independent, so any open step can be trained at any time, also in another process that builds the same
+    ensemble. There, train `stage = ensemble.open(step)`; here, call `ensemble.open(step)`,
+    `stage.load_state_dict(theirs)` and `stage.commit()`.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class DeepEnsemble(Ensemble):
         return [member for member, done in enumerate(self.committed) if done]
 
     def member(self, member: int) -> dict[str, Tensor]:
-        """Give the state dict of one trained member, for a plain network of the same class.
+        """Return the state dict of one trained member, for a plain network of the same class.
 
         network.load_state_dict(ensemble.member(2))
         """
         return self.checkout(member).state_dict()
 
     def checkout(self, member: int) -> nn.Module:
-        """Give one trained member as a plain network of the user's class, in eval mode.
+        """Return one trained member as a plain network of your own class, in eval mode.
 
         network = ensemble.checkout(2)
         """
@@ -95,11 +95,11 @@ class DeepEnsemble(Ensemble):
         return torch.cat([logits_of(call(network, batch)) for batch in batches])
 
     def plan(self) -> list[Step]:
-        """List all stages, one for each member, with those committed marked."""
+        """List all stages, one for each member, with the committed ones marked."""
         return [Step("train", member, done) for member, done in enumerate(self.committed)]
 
     def open(self, step: Step) -> Stage:
-        """Check out the stage of one step of the plan, in any order."""
+        """Open the stage of one step of the plan, in any order."""
         member = self._number(step.member)
         if step not in self.plan() or step.committed:
             raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")

@@ -12,14 +12,14 @@ from plures.methods.building import Init, OneStage, started
 
 
 class Deterministic(OneStage):
-    """Take a network for an ensemble of one: what every method is compared with.
+    """Use a single network as an ensemble of one: the baseline of every method.
 
         ensemble = plures.Deterministic(network)
         for stage in ensemble.stages():
             train(stage)
 
-    With `init="given"` it starts from the weights that the network has, and can predict with them before it is trained;
-    `init="fresh"` draws them anew from `seed`, at the scale that the network was initialised with.
+    With `init="given"` it starts from the weights of the network, and can predict before it is trained. `init="fresh"`
+    draws new weights from `seed`, at the scale of the given network.
     """
 
     def __init__(self, network: nn.Module, *, init: Init = "given", loss: Loss | None = None, seed: int = 0) -> None:
@@ -28,7 +28,7 @@ class Deterministic(OneStage):
         self.seed = seed
 
     def checkout(self, member: int = 0) -> nn.Module:
-        """Give the network as a plain one of the user's class, in eval mode.
+        """Return the network as a plain network of your own class, in eval mode.
 
         network = ensemble.checkout()
         """

@@ -25,13 +25,15 @@ class Masksembles(ManyInOne):
         ensemble = plures.Masksembles(network, members=5, scale=2.0)
         ensemble = plures.Masksembles(network, layers=["head.hidden", "head.fc"])
 
-    `scale` says how much the masks differ: 1 makes them all the same, 6 leaves hardly any overlap, and the more they
-    differ the fewer channels each of them has. The input of every Linear and convolution but the first is masked, the
-    classifier's too as in the authors' code, or that of the `layers` named; `nn.MultiheadAttention` has no masks
-    inside. In training each sample goes through one member, as in the authors' code: the batch is cut into as many
-    groups as there are members, which differ by at most one sample. With `every_mask` each sample goes through all of
-    them, which learns more from a batch and costs `members` times as much. To predict, each sample goes through all
-    members. The masks are saved with the weights.
+    - `scale`: how much the masks differ. 1 makes them all the same, 6 leaves hardly any overlap; the more they differ,
+      the fewer channels each mask has.
+    - `layers`: the layers whose input is masked; by default, every Linear and convolution except the first, including
+      the classifier as in the authors' code. `nn.MultiheadAttention` has no masks inside.
+    - `every_mask`: train each sample with all masks, which learns more from a batch and costs `members` times as much.
+      By default, each sample trains one member, as in the authors' code: the batch is divided into one group per
+      member, and the groups differ by at most one sample.
+
+    At prediction, each sample goes through all members. The masks are saved with the weights.
     """
 
     def __init__(

@@ -32,15 +32,18 @@ class MCDropout(OneStage):
         ensemble = plures.MCDropout(network, rate=0.1, passes=30)
         ensemble = plures.MCDropout(network, sites=["head.hidden", "head.fc"])
 
-    Dropout acts at the network's own dropout layers; where it has none, on the input of the last convolution of each
-    residual block; where it has no such blocks, on the input of every layer but the first; or at `sites`: dropout
-    layers by name, or any other modules, whose input is dropped. `rate` applies to all of them; left out, the network's
-    own dropout layers keep theirs and the others get 0.1. Give `sites` as a dict for one rate each. A residual block is
-    the smallest part of a network with two or more convolutions, up to three of them larger than 1x1, and no Linear.
+    - `rate`: the dropout rate. By default, the network's own dropout layers keep their rate, and other sites get 0.1.
+    - `passes`: the number of passes.
+    - `granularity`: drop each "element", or whole channels ("channel").
+    - `sites`: the names of dropout layers, or of other modules whose input is dropped; as a dict, with one rate each.
+      By default, these are the network's own dropout layers; if it has none, the last convolution of each residual
+      block; if it has no such blocks, every layer except the first. A residual block is the smallest part of a network
+      with two or more convolutions, up to three of them larger than 1x1, and no Linear.
+    - `init`: "given" starts from the network's weights, and can predict at once; "fresh" draws new weights.
+    - `seed`: determines the dropout of the passes, so the same batch gets the same prediction twice. torch's own
+      generators do not change.
 
-    Everything else predicts in eval mode, batch norm too. The passes follow from `seed`: the same batch gets the same
-    answer twice, and torch's own generators stay where they were. `init="given"` starts from the network's weights, and
-    can predict with them at once; `init="fresh"` draws them anew.
+    All other layers, including batch norm, predict in eval mode.
     """
 
     def __init__(

@@ -34,13 +34,14 @@ class MIMO(ManyInOne):
         ensemble = plures.MIMO(network, members=2, batch_repetition=4)
         ensemble = plures.MIMO(network, members=3, first="stem", last="head.fc")
 
-    Only the `first` layer (`members` times the inputs) and the `last` one (`members` times the classes) differ from the
-    given network; by default these are its first layer and its last Linear. In training each slot gets its own shuffle
-    of the batch, repeated `batch_repetition` times; a share `input_repetition` of the samples is the same in all slots.
-    The loss is the sum over the heads. To predict, the same image goes into all slots.
+    In training, each slot gets its own shuffle of the batch, and the loss is the sum over the heads. At prediction, the
+    same image goes into all slots. The network must take one tensor and nothing else.
 
-    The two layers always start from fresh random weights; the others do with `init="fresh"`, and keep what the network
-    has with `init="given"`. The network must take one tensor and nothing else.
+    - `batch_repetition`: how often each batch is repeated in training.
+    - `input_repetition`: the share of samples that are the same in all slots.
+    - `first`, `last`: the layers to widen, by `members` times the inputs and the classes; by default, the first layer
+      and the last Linear. They always start from new random weights.
+    - `init`: "fresh" draws new weights for the other layers as well; "given" keeps those of the network.
     """
 
     def __init__(

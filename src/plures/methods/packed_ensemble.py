@@ -34,23 +34,24 @@ WHOLE = 1e-6  # how far from a whole number a width may be: alpha is a float
 
 
 class PackedEnsemble(ManyInOne):
-    """Run members of a fraction of the width side by side, in one pass; each has the depth of the network.
+    """Run narrow members in one pass; each has the depth of the network and a fraction of its width.
 
         ensemble = plures.PackedEnsemble(network, members=4)
         ensemble = plures.PackedEnsemble(network, members=4, alpha=3.0, gamma=2)
 
-    All members together are `alpha` times as wide as the network, so that each has alpha / members of its channels;
-    alpha = sqrt(members) makes as many weights as the network has. Left out, alpha is the value nearest to that which
-    makes every width whole; one that does not is refused, never rounded. `gamma` cuts a member's layers into that many
-    groups, for fewer weights, all but the first and the last. Every member sees the whole input and has a classifier of
-    its own. `first` and `last` name the layers that take the input and give the logits, by default the first layer and
-    the last Linear.
+    Every member sees the whole input and has its own classifier.
 
-    Members know nothing of each other: with `reduction="sum"` each trains on its own loss, as it would alone. The
-    authors' code averages the losses ("mean"), so that each member learns at a fraction of the rate.
+    - `alpha`: the width of all members together, relative to the network; each member has alpha / members of its
+      channels. alpha = sqrt(members) gives as many weights as the network has, and the default is the nearest value
+      that makes every width an integer. A value that does not is refused, never rounded.
+    - `gamma`: divide the layers of a member, except the first and the last, into this many groups, for fewer weights.
+    - `first`, `last`: the layers that take the input and return the logits; by default, the first layer and the last
+      Linear.
+    - `reduction`: "sum" trains each member on its own loss, as if it were alone; "mean" averages the losses, as in the
+      authors' code, so each member learns at a fraction of the rate.
 
-    Weights always start afresh, at the scale of the given network's. It may consist of Linear, Conv1d to Conv3d, batch,
-    instance, group and layer norm, and of modules without parameters; with others it is refused.
+    Weights always start from new random values, at the scale of the given network. The network may consist of Linear,
+    Conv1d to Conv3d, batch, instance, group and layer norm, and modules without parameters; others are refused.
     """
 
     def __init__(

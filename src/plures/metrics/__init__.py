@@ -1,8 +1,8 @@
-"""Pure functions of what an ensemble said and what was true: how good, how sure and how diverse it is.
+"""Pure functions of predictions and targets: quality, calibration and diversity.
 
-Everything takes torch tensors or numpy arrays. Metrics are summed in float64 and come back as floats; the functions
-that prediction needs (`entropy`, `uncertainty`, `tempered`) keep device and dtype, half precision becomes float32.
-Where probabilities are [samples, classes], dense ones [samples, classes, ...] with targets [samples, ...] do as well.
+All functions take torch tensors or numpy arrays. Metrics are summed in float64 and returned as floats; `entropy`,
+`uncertainty` and `tempered` keep device and dtype, except that half precision becomes float32. Instead of probabilities
+[samples, classes], those of segmentation or tokens, [samples, classes, ...] with targets [samples, ...], work as well.
 """
 
 from plures.metrics.classification import (

@@ -15,7 +15,7 @@ def accuracy(probabilities: Array, targets: Array) -> float:
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
     0.5
 
-    Of equally probable classes the first counts.
+    Among equally probable classes, the first counts.
     """
     return float(is_right(*labelled("probabilities", probabilities, targets, rank=2)).double().mean())
 
@@ -26,7 +26,7 @@ def nll(probabilities: Array, targets: Array) -> float:
     >>> nll(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]))
     0.0
 
-    Probabilities below the smallest normal float32 (1.2e-38) count as that number, so one sample costs 87.3 at most.
+    Probabilities below the smallest normal float32 (1.2e-38) count as that number, so one sample adds at most 87.3.
     """
     values, labels = labelled("probabilities", probabilities, targets, rank=2)
     given = values.gather(1, labels[:, None]).double().clamp_min(TINY)
@@ -39,7 +39,7 @@ def brier(probabilities: Array, targets: Array) -> float:
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
     0.5
 
-    It lies between 0 and 2.
+    It is between 0 and 2.
     """
     values, labels = labelled("probabilities", probabilities, targets, rank=2)
     one = torch.ones(len(labels), 1, dtype=torch.float64)
@@ -48,12 +48,12 @@ def brier(probabilities: Array, targets: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RiskCoverage:
-    """The error rate of the most confident samples, for every number of them that can be answered.
+    """The error rate of the most confident samples, for every number of them.
 
         curve = risk_coverage(probabilities, targets)
         plot(curve.coverage, curve.risk)
 
-    Entry i stands for the i + 1 most confident samples: their fraction of all, and the fraction of them that is wrong.
+    Entry i is about the i + 1 most confident samples: their share of all samples, and their error rate.
     """
 
     coverage: Tensor
@@ -61,7 +61,7 @@ class RiskCoverage:
 
 
 def risk_coverage(probabilities: Array, targets: Array) -> RiskCoverage:
-    """Return the risk-coverage curve: what answering the most confident samples alone would cost.
+    """Return the risk-coverage curve: the error rate if only the most confident samples are predicted.
 
     >>> risk_coverage(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0])).risk
     tensor([0.0000, 0.5000], dtype=torch.float64)
@@ -102,8 +102,8 @@ def agreement(members: Array, targets: Array) -> float:
     >>> agreement(torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.9, 0.1], [0.2, 0.8]]]), torch.tensor([0, 0]))
     1.0
 
-    It is 1 when all members fail on the same samples and 0 when they fail independently. Where all are right or all are
-    wrong everywhere it is 1; for one member it is NaN.
+    It is 1 when all members fail on the same samples and 0 when they fail independently. If all members are
+    always right, or always wrong, it is 1; for one member it is NaN.
     """
     right = is_right(*labelled("members", members, targets, rank=3))
     size, samples = right.shape
@@ -118,7 +118,7 @@ def agreement(members: Array, targets: Array) -> float:
 
 
 def disagreement(members: Array) -> Tensor:
-    """Return for each pair of members the fraction of samples that they label differently.
+    """Return, for each pair of members, the fraction of samples that they label differently.
 
     >>> disagreement(torch.tensor([[[0.9, 0.1]], [[0.3, 0.7]]]))
     tensor([[0., 1.],

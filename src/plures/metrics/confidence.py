@@ -1,4 +1,4 @@
-"""How sure, and how rightly: confidence against accuracy, temperature, entropy and its parts, strangers."""
+"""Calibration and uncertainty: confidence against accuracy, temperature, entropy, out-of-distribution data."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class CalibrationTable:
         table = calibration_table(probabilities, targets)
         plot(table.confidence, table.accuracy)
 
-    One entry per bin: its edges, how many samples fell into it, their mean confidence and their accuracy.
+    One entry per bin: its edges, its number of samples, their mean confidence and their accuracy.
     Empty bins have count, confidence and accuracy 0.
     """
 
@@ -71,8 +71,8 @@ def temperature(probabilities: Array, targets: Array) -> float:
         held_out = temperature(probabilities, targets)
         calibrated = tempered(test_probabilities, held_out)
 
-    It lies between 0.01 and 100, and is 1 where every temperature is as good. Fit it on held-out data, never on the
-    data that you report.
+    It is between 0.01 and 100, and 1 if every temperature is equally good. Fit it on held-out data, never on the data
+    that you report results on.
     """
     values, labels = labelled("probabilities", probabilities, targets, rank=2)
     logits = _logits(values.double())
@@ -90,13 +90,13 @@ def temperature(probabilities: Array, targets: Array) -> float:
 
 
 def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor:
-    """Apply a temperature: softmax(log p / temperature) over the classes, which are the last axis or that given.
+    """Apply a temperature: softmax(log p / temperature) over the classes, by default the last axis.
 
     >>> tempered(torch.tensor([[0.9, 0.1]]), 2.0)
     tensor([[0.7500, 0.2500]])
 
-    A temperature above 1 makes probabilities less sure, one below 1 more sure. Probabilities below the smallest normal
-    float32 count as that number, as in `nll`, so that a temperature can mend a probability of 0.
+    A temperature above 1 makes predictions less confident, one below 1 more confident. Probabilities below the smallest
+    normal float32 count as that number, as in `nll`, so a temperature can also raise a probability of 0.
     """
     if not TINY <= temperature < math.inf:
         raise PluresError(f"temperature must be positive and finite, got {temperature!r}.")
@@ -113,12 +113,12 @@ def _logits(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OutOfDistribution:
-    """How well a score separates samples from outside the training distribution from those inside.
+    """How well a score separates out-of-distribution samples from in-distribution samples.
 
         ood(inside_scores, outside_scores).auroc
 
-    `auroc` is the area under the ROC curve, `aupr` the average precision, and `fpr95` the fraction of inside samples
-    that are flagged when at least 95 % of the outside samples are.
+    `auroc` is the area under the ROC curve, `aupr` the average precision, and `fpr95` the fraction of in-distribution
+    samples that are flagged when at least 95 % of the out-of-distribution samples are.
     """
 
     auroc: float
@@ -150,13 +150,13 @@ def entropy(probabilities: Array) -> Tensor:
 
 
 def uncertainty(members: Array) -> Uncertainty:
-    """Split the uncertainty of each sample into noise and disagreement.
+    """Split the uncertainty of each sample into noise in the data and disagreement of the members.
 
     >>> uncertainty(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])).epistemic
     tensor([0.6931])
 
-    Aleatoric is what every member is unsure of; epistemic is what the members disagree about (the mutual information of
-    label and member, never negative). Dense members [members, samples, classes, ...] give one number per place.
+    Aleatoric is the mean entropy of the members; epistemic is their disagreement (the mutual information between label
+    and member, never negative). Members [members, samples, classes, ...] give one number per pixel or token.
     """
     values = distributions("members", members, rank=3, dense=True)
     total, aleatoric = _entropy(values.mean(dim=0)), _entropy(values).mean(dim=0)
@@ -164,13 +164,13 @@ def uncertainty(members: Array) -> Uncertainty:
 
 
 def ood(inside_scores: Array, outside_scores: Array) -> OutOfDistribution:
-    """Measure how well a score separates samples from outside the training distribution from those inside.
+    """Measure how well a score separates out-of-distribution samples from in-distribution samples.
 
     >>> ood(torch.tensor([0.1, 0.2]), torch.tensor([0.8, 0.9]))
     OutOfDistribution(auroc=1.0, aupr=1.0, fpr95=0.0)
 
-    A higher score means more unusual; samples from outside are the positives. Equal scores are one threshold, as in
-    scikit-learn.
+    A higher score means less familiar; out-of-distribution samples are the positives. Equal scores share one threshold,
+    as in scikit-learn.
     """
     inside = numbers("inside_scores", inside_scores, rank=1).detach().cpu().double()
     outside = numbers("outside_scores", outside_scores, rank=1).detach().cpu().double()

@@ -1,4 +1,4 @@
-"""How good and how sure, where the answer is a number: error, likelihood, CRPS and intervals.
+"""Metrics of regression: error, likelihood, CRPS and intervals.
 
 Means, standard deviations and targets are [samples] or [samples, outputs]; members have one more axis in front.
 """
@@ -63,7 +63,7 @@ def mixture_crps(means: Array, stds: Array, targets: Array) -> float:
     >>> round(mixture_crps(torch.tensor([[0.0], [0.0]]), torch.tensor([[1.0], [1.0]]), torch.tensor([0.0])), 4)
     0.2337
 
-    Exact, without sampling (Grimit and others, 2006): the expected distance to the target, less half the expected
+    Exact, without sampling (Grimit and others, 2006): the expected distance to the target, minus half the expected
     distance between two draws.
     """
     found, spreads, true = _members(means, stds, targets)

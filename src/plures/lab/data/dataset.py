@@ -32,8 +32,8 @@ class Data:
         data.train, data.validation, data.test           # each a Split: .images, .labels, len()
         data.classes, data.channels, data.size, data.mean, data.std
 
-    A split that the data do not have is empty, but data to train on always have test images. The fingerprint is a
-    hash of all images and labels, of their preparation and of the choice of rows.
+    A missing split is empty, but data for training always have test images. The fingerprint is a hash of all images and
+    labels, of their preprocessing and of the choice of rows.
     """
 
     info: DataInfo
@@ -54,7 +54,7 @@ class Data:
 
     @property
     def size(self) -> int:
-        """Pixels per side of the images that a network sees."""
+        """Pixels per side of the network's input."""
         return self.info.size
 
     @property
@@ -88,16 +88,17 @@ def open_data(
 
         data = open_data("cifar10", data_dir="data", size=16, limit=10_000)
         birds = open_data("birds", data_dir="data", size=64, cache_size=73)     # room for random crops
-        unfamiliar = open_data("svhn", data_dir="data", like=data.info)         # prepared as for a network of `data`
+        other = open_data("svhn", data_dir="data", like=data.info)              # prepared for a network of `data`
 
-    `name` is a built-in name, a folder below `data_dir` (or PLURES_DATA), a path to a folder or .parquet file, or a hub
-    id. A folder holds train.parquet and test.parquet, pictures in train/CLASS/ and test/CLASS/, or in CLASS/ alone. A
-    fifth of the training images is held out as test images where there are none, always the same; with `like`, which is
-    for evaluation, all of them are test images then.
-
-    `limit` keeps at most that many training images, equally many of each class; of these, `validation` (below 1 a
-    fraction, else a number) is held out, class by class. Both follow `seed`, and test images are never touched; data
-    that brings validation images beside its test images keeps those. `size` brings all images to size x size.
+    - `name`: a built-in name, a folder below `data_dir` (or PLURES_DATA), a path to a folder or .parquet file, or a hub
+      id. A folder contains train.parquet and test.parquet, images in train/CLASS/ and test/CLASS/, or only in CLASS/.
+      If there are no test images, a fifth of the training images is held out, always the same.
+    - `size`: resize all images to size x size; `cache_size` keeps larger ones for random crops.
+    - `limit`: keep at most this many training images, balanced over the classes, chosen by `seed`.
+    - `validation`: hold out this fraction (below 1) or number of them, class by class. Data that have their own
+      validation and test images keep both.
+    - `like`: prepare the images as for a network of other data, for evaluation; without test images, all are test
+      images.
     """
     whole_number("seed", seed, least=0)
     if limit is not None:

@@ -48,8 +48,8 @@ def build(model: str, classes: int, channels: int, **options: object) -> nn.Modu
         build("resnet18", classes=10, channels=3, width=16)
         build("mypackage.networks:small", classes=10, channels=3, size=32)
 
-    The function is called with `classes` and `channels` and with those of the options that its signature accepts. The
-    module may lie in the working directory.
+    The function is called with `classes` and `channels`, and with those options that its signature accepts. The module
+    may be in the working directory.
     """
     if not is_code(model) and model not in BUILT_IN:
         raise unknown("model", model, [*BUILT_IN, "module:function"])

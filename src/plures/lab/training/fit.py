@@ -1,4 +1,4 @@
-"""The training engine: one way through all methods, because all are sequences of stages.
+"""The training engine: the same for all methods, because all are sequences of stages.
 
 `fit` trains an ensemble, `train` makes a whole run: it builds the ensemble of a recipe, fits it and measures it.
 """
@@ -49,12 +49,16 @@ def fit(
         recipe = get_recipe("digits")
         fit(ensemble, open_data("digits"), recipe, run="runs/digits")
 
-    With a `run` folder nothing is lost when the machine stops: the same call resumes after the last epoch and ends with
-    the same bits, and a finished run returns at once. What the folder holds replaces what the ensemble holds, which
-    must have been made of the same network, by the same method and options. Several processes
-    (`accelerate launch`, `torchrun`) share every batch, and one of them writes. `trackers` are those of accelerate.
-    The same bits need the same number of torch's threads: a run resumes with the number that it began with. `made`
-    are the words of the command line, for those who read the folder.
+    With a `run` folder, an interrupted run can be resumed: the same call continues after the last finished epoch and
+    ends with the same bits. A finished run returns at once. The state in the folder replaces that of the ensemble,
+    which must have the same network, method and options. Several processes (`accelerate launch`, `torchrun`) divide
+    every batch, and one of them writes.
+
+    - `trackers`: trackers of accelerate.
+    - `quiet`: show no progress.
+    - `made`: how the command line made the ensemble, for the configuration in the folder.
+
+    A run resumes with the number of torch threads that it started with, because another number rounds differently.
     """
     processes = Processes(recipe.precision, trackers, run)
     processes.batch_size(recipe)

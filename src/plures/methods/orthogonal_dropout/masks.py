@@ -36,11 +36,11 @@ def gathered(values: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Keep(nn.Module):
-    """Use the weights where the mask is true, and zero elsewhere.
+    """Use the weights where the mask is true, and zeros elsewhere.
 
         parametrize.register_parametrization(layer, "weight", Keep(free))
 
-    The mask broadcasts against the weight. Nothing flows back to the weights outside of it.
+    The mask broadcasts against the weight. No gradient reaches the weights outside it.
     """
 
     mask: Tensor
@@ -64,13 +64,13 @@ def in_layout_of(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class TopK(nn.Module):
-    """Use exactly `count` of the free weights, those of largest |score|, and learn the scores.
+    """Use exactly `count` of the free weights, those with the largest |score|, and learn the scores.
 
         mask = TopK(weight / weight.abs().max(), free, count=1000)
         parametrize.register_parametrization(layer, "weight", mask)
 
-    The mask is binary to the bit; its gradient passes straight through to |score|. With `literal=True` it passes to
-    the score itself, as the paper's appendix has it: negative scores then move the wrong way.
+    The mask is exactly binary; its gradient passes straight through to |score|. With `literal=True` it passes to the
+    score itself, as in the paper's appendix: negative scores then move in the wrong direction.
     """
 
     free: Tensor
@@ -92,7 +92,7 @@ class TopK(nn.Module):
         self.literal = literal
 
     def chosen(self) -> Tensor:
-        """Say which weights are in use, as a boolean mask; of equal scores the first ones win."""
+        """Return which weights are in use, as a boolean mask; among equal scores, the first ones are chosen."""
         rank = self.scores.detach().abs().float().add_(self.handicap).reshape(-1)
         if self.count == 0:
             return torch.zeros_like(self.scores, dtype=torch.bool)

@@ -42,15 +42,19 @@ class OrthogonalDropout(Ensemble):
             train(stage, epochs={"pretrain": 200, "prune": 20, "finetune": 200}[stage.phase])
         prediction = ensemble.predict(images)
 
-    With `optimize_masks` each member is pre-trained on all free weights, pruned to its share by learned scores, and
-    finetuned; without, the weights are shared out at random and each member is trained once, in a `train` stage.
-    `classifier` says what becomes of the last layer: "private" gives each member its own, "split" shares its weights
-    out, "fixed" freezes it for all members, as the paper does; left out, it is private where it is small and split
-    where it is large. With `granularity="kernel"` whole kernels of convolutions have one owner, with "weight" single
-    weights. `init="fresh"` draws each member anew, at the scale that the given network was initialised with;
-    `init="given"` starts from the given weights: the first member needs no pre-training. `literal_gradient` prunes with
-    the gradient as the paper's appendix prints it, for the ablation. `distill` is the share of the loss of finetuning
-    that asks a member to agree with those trained before it; left out, it learns from its targets alone.
+    - `optimize_masks`: pre-train each member on all free weights, prune it to its share by learned scores, and finetune
+      it. If False, divide the weights at random and train each member once, in a `train` stage.
+    - `classifier`: "private" gives each member its own last layer, "split" divides its weights among the members, and
+      "fixed" freezes it for all members, as in the paper. By default it is private if small and split if large.
+    - `granularity`: the unit that has one owner: a convolution "kernel", a single "weight", or a "block" of eight
+      outputs of one input in linear layers and 1x1 convolutions.
+    - `init`: "fresh" draws new weights for each member, at the scale of the given network; "given" starts from the
+      given weights, and the first member then needs no pre-training.
+    - `roles`: the role of each tensor, from `plures.roles`.
+    - `loss`: a function of logits and targets; by default, cross-entropy.
+    - `literal_gradient`: prune with the gradient that the paper's appendix prints, for the ablation.
+    - `distill`: the weight in the finetuning loss of agreement with the members trained before; by default, members learn
+      only from the targets.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class OrthogonalDropout(Ensemble):
     # Algorithm 1
 
     def plan(self) -> list[Step]:
-        """List all stages from the first to the last, with those committed marked."""
+        """List all stages in order, with the committed ones marked."""
         if self.loaded is not None:
             raise PluresError(f"only members {self.loaded} were loaded: load the whole file to train it")
         steps = []
@@ -117,7 +121,7 @@ class OrthogonalDropout(Ensemble):
         return steps
 
     def open(self, step: Step) -> Stage:
-        """Check out the stage of one step of the plan: a copy of the network under the masks of its phase."""
+        """Open the stage of one step of the plan: a copy of the network under the masks of its phase."""
         due = next((step for step in self.plan() if not step.committed), None)
         if step != due:
             raise self._out_of_date(step)
@@ -187,12 +191,12 @@ class OrthogonalDropout(Ensemble):
                     raise _other_start(stage.name, f"the mask of {name!r}")
 
     def discard(self, member: int, network: nn.Module | None = None) -> None:
-        """Discard a member, so that `stages()` trains it again; the others keep every bit.
+        """Discard a member, so that `stages()` trains it again; the others do not change.
 
             ensemble.discard(2)
 
-        With `init="given"`, hand in the network to start from once more; without it the member starts afresh. After
-        loading a complete file, its norm layers start as they are in the network that was given to `load`.
+        With `init="given"`, pass the network to start from again; otherwise the member starts from new random weights.
+        After loading a complete file, its norm layers start with the values of the network that was passed to `load`.
         """
         self._number(member)
         busy = self.progress.in_training
@@ -228,16 +232,16 @@ class OrthogonalDropout(Ensemble):
 
     @property
     def owners(self) -> dict[str, Tensor]:
-        """The owner of each split weight, by name: uint8, 255 where free; with kernel granularity one per kernel."""
+        """The owners of each split tensor, by name: uint8, 255 if free; with kernel granularity, one per kernel."""
         return self.partition.owners()
 
     @property
     def split(self) -> Split:
-        """The split network: its weights, who owns them, and the members that can predict."""
+        """The split network: its weights, their owners, and the members that can predict."""
         return Split(self.network, self.roles, self.partition, self.private, self.trained)
 
     def member(self, member: int) -> dict[str, Tensor]:
-        """Give the state dict of one trained member, for a plain network of the same class.
+        """Return the state dict of one trained member, for a plain network of the same class.
 
         network.load_state_dict(ensemble.member(2))
         """
@@ -245,7 +249,7 @@ class OrthogonalDropout(Ensemble):
         return {name: values[first].detach().clone() for name, first in canonical(self.network).items()}
 
     def checkout(self, member: int) -> nn.Module:
-        """Give one trained member as a plain network of the user's class, in eval mode.
+        """Return one trained member as a plain network of your own class, in eval mode.
 
         network = ensemble.checkout(2)
         """
@@ -276,13 +280,13 @@ class OrthogonalDropout(Ensemble):
     def engine(self, kind: Kind | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
         """Make an engine that predicts faster ("owned", "unfolded") or in less memory ("lean") than the ensemble.
 
-            engine = ensemble.engine()          # the fastest that can be had here
-            engine = ensemble.engine("owned")   # all members in one pass over what each of them owns
-            engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into that many bytes
+            engine = ensemble.engine()          # the fastest one available
+            engine = ensemble.engine("owned")   # all members in one pass over the weights that each owns
+            engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into this many bytes
 
-        With `fold` batch norm goes into the convolutions where torch.fx finds the two side by side. The unfolded and
-        the lean engine give the same bits, and without `fold` those of the ensemble. The owned engine takes its sums in
-        another order, and agrees to about 1e-5; it needs the native library, a CPU and float32.
+        With `fold`, a batch norm is folded into the convolution before it if torch.fx finds such pairs. The unfolded
+        and the lean engine give the same bits; without `fold`, these are also the bits of the ensemble. The owned
+        engine adds in another order and agrees to about 1e-5; it needs the native library, a CPU and float32.
         """
         one_of("kind", kind, (None, *get_args(Kind)))
         ready = self._all_ready()

@@ -26,7 +26,7 @@ Granularity = Literal["weight", "kernel", "block"]
 
 
 class Partition(nn.Module):
-    """Keep the owner of every split weight; every write is checked.
+    """Store the owner of every split weight; every write is checked.
 
         partition = Partition({"conv.weight": (64, 3, 3, 3)}, members=5)
         partition.randomise(seed=0)
@@ -59,24 +59,24 @@ class Partition(nn.Module):
         return {name: self.get_buffer(buffer) for name, buffer in self._buffer_names.items()}
 
     def budget(self, name: str, member: int) -> int:
-        """Count the weights (or kernels) of one tensor that a member owns when it is complete."""
+        """Return how many weights (or kernels) of one tensor a complete member owns."""
         return sizes(self.get_buffer(self._buffer_names[name]).numel(), self.members)[member]
 
     def owned(self, name: str, member: int) -> Tensor:
-        """Say where a member owns a tensor, as a boolean mask."""
+        """Return the weights of a tensor that a member owns, as a boolean mask."""
         return self.get_buffer(self._buffer_names[name]) == member
 
     def free(self, name: str) -> Tensor:
-        """Say where no member owns a tensor, as a boolean mask."""
+        """Return the weights of a tensor that no member owns, as a boolean mask."""
         return self.owned(name, FREE)
 
     def claimed(self) -> set[int]:
-        """Name the members that own their share."""
+        """List the members that own their share."""
         smallest = min(self.owners().values(), key=Tensor.numel)
         return {member for member in range(self.members) if bool((smallest == member).any())}
 
     def claim(self, member: int, chosen: Mapping[str, Tensor]) -> None:
-        """Give a member its weights, one boolean mask per tensor; refuse anything but exactly its share."""
+        """Assign weights to a member, one boolean mask per tensor; anything but exactly its share is refused."""
         if set(chosen) != set(self._buffer_names):
             raise PluresError(f"member {member} must choose from every split tensor, and from no other")
         for name, mask in chosen.items():
@@ -99,7 +99,7 @@ class Partition(nn.Module):
             owners.masked_fill_(owners == member, FREE)
 
     def check(self, owners: Mapping[str, Tensor]) -> None:
-        """Refuse owners that are not a partition: every member has all of its share or nothing."""
+        """Refuse owners that are not a partition: every member must have its full share or nothing."""
         if set(owners) != set(self._buffer_names):
             raise PluresError("owners must be given for every split tensor, and for no other")
         for name, given in owners.items():
@@ -117,7 +117,7 @@ class Partition(nn.Module):
                     )
 
     def assign(self, owners: Mapping[str, Tensor]) -> None:
-        """Write all owners at once, from a file for example; refuse what is not a partition."""
+        """Set all owners at once, for example from a file; anything but a partition is refused."""
         self.check(owners)
         for name, given in owners.items():
             self.get_buffer(self._buffer_names[name]).copy_(given)

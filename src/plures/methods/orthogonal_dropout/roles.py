@@ -13,10 +13,10 @@ from plures.tensors import canonical, check_network, own_tensors, tensors
 
 
 class Role(StrEnum):
-    """What becomes of one named tensor when the network is split.
+    """The role of one named tensor when the network is split.
 
         roles = plures.roles(network)
-        roles["stem.weight"] = plures.Role.PRIVATE  # the string "private" works, too
+        roles["stem.weight"] = plures.Role.PRIVATE  # or the string "private"
 
     SPLIT: one owner per entry. PRIVATE: one copy per member. SHARED: frozen, used by all members.
     """
@@ -36,17 +36,19 @@ SMALL_COUNT = 2**14  # numbers, too few to matter
 def roles(
     network: nn.Module, classifier: str | None = None, *, fixed: bool = False, embeddings: str | None = None
 ) -> dict[str, Role]:
-    """Give every named tensor of a network its role; edit the result and hand it to a method.
+    """Return the role of every named tensor of a network; edit the result and pass it to a method.
 
         roles = plures.roles(network, classifier="head.fc")
         ensemble = plures.OrthogonalDropout(network, roles=roles)
 
-    Weights of linear, convolution, attention and recurrent layers are split. The classifier, by default the last
-    Linear, and embeddings are private where they are small and split where they are large; with `fixed` the classifier
-    is shared, as in the paper, and `embeddings` gives all embeddings one role ("shared" suits pre-trained ones). Norm
-    layers (parameters and buffers), biases, depthwise convolutions, tokens and anything else are private. Parameters
-    that the network itself has frozen are shared. Tensors tied under several names have one role: shared before
-    private before split.
+    Weights of linear, convolution, attention and recurrent layers are split. Norm layers (parameters and buffers),
+    biases, depthwise convolutions, tokens and all other tensors are private. Parameters that the network has frozen are
+    shared. Tensors tied under several names have one role: shared before private before split.
+
+    - `classifier`: the name of the classifier; by default, the last Linear. It is private if small and split if large.
+    - `fixed`: make the classifier shared, as in the paper.
+    - `embeddings`: one role for all embeddings ("shared" suits pre-trained ones); by default, they are private if small
+      and split if large.
     """
     check_network(network)
     one_of("embeddings", embeddings, (None, *Role))

@@ -18,13 +18,13 @@ from plures.tensors import canonical, own_tensors, shell
 
 
 class Engine(Predictor, ABC):
-    """Predict with a trained ensemble, faster or in less memory than its own forward.
+    """Predict with a trained ensemble, faster or in less memory than with the ensemble itself.
 
         engine = ensemble.engine("lean")
         prediction = engine.predict(images)
 
-    Whole data sets (`predict` with a `batch_size`) go through member by member, so that a member's weights stay near.
-    An engine is made for the members trained at that moment: make another after further training.
+    Whole data sets (`predict` with a `batch_size`) run member by member, so a member's weights stay in the cache. An
+    engine holds the members that were trained when it was created: create another after further training.
     """
 
     members: list[int]
@@ -55,13 +55,13 @@ class Engine(Predictor, ABC):
         calibrated: bool = True,
         members: Sequence[int] | None = None,
     ) -> Prediction:
-        """Predict with all trained members, or with those asked for.
+        """Predict with all trained members, or with some of them.
 
             engine = ensemble.engine("lean")
             engine.predict(images, members=[0, 1])
 
-        What some members say is not calibrated: only all of them together were. Everything else is as in
-        `ensemble.predict`.
+        Predictions of some members are not calibrated, because calibration is for all members together. Everything else
+        is as in `ensemble.predict`.
         """
         if members is None:
             asked = {"abstain_below": abstain_below, "until": until}
