@@ -9,6 +9,9 @@ from pathlib import Path
 
 import commands
 import plures
+import plures.loops.hugging_face
+import plures.loops.lightning
+import plures.sklearn
 import tables
 
 ROOT = Path(__file__).parent.parent
@@ -28,12 +31,17 @@ def test_the_site_builds_strictly_and_has_every_public_name(tmp_path) -> None:
 
 def public_names() -> set[str]:
     """Every name of the library, and what its classes define; Ensemble and Engine stand for what they inherit, too."""
-    names = {f"plures.{name}" for name in plures.__all__ if name != "__version__"} | {"plures.fit"}
+    names = {f"plures.{name}" for name in plures.__all__ if name != "__version__"}
     for one in [value for name in plures.__all__ if inspect.isclass(value := getattr(plures, name))]:
         bases = one.__mro__ if one in (plures.Ensemble, plures.Engine) else (one,)
         members = {name for base in bases if base.__module__.startswith("plures") for name in vars(base)}
         documented = {name for name in members if inspect.getdoc(getattr(one, name, None))}
         names |= {f"plures.{one.__name__}.{name}" for name in documented if not name.startswith("_")}
+    names |= {f"plures.{name}" for name in dir(plures) if not name.startswith("_")}
+    for module in (plures.guarantees, plures.sklearn, plures.loops.hugging_face, plures.loops.lightning):
+        own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        names |= {f"{module.__name__}.{name}" for name in own if not name.startswith("_")}
+    names -= {"plures.guarantees", "plures.metrics"}  # modules, with pages of their own
     return names | {f"plures.metrics.{name}" for name in plures.metrics.__all__}
 
 

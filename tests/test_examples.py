@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 import plures
 from examples import Block, as_restructured_text, blocks, examples
-from plures import metrics
+from plures import guarantees, metrics
+from plures.lab.recipes import Epochs, get_recipe
 from plures.methods import METHODS
+from plures.sklearn import PluresClassifier, PluresRegressor
 from reader import Network, at_hand
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +62,12 @@ def public() -> dict[str, Any]:
     """Every public class and function, with the methods that the classes define."""
     top = {name: getattr(plures, name) for name in [*plures.__all__, "fit"] if name not in ("__version__", "metrics")}
     top |= {name: getattr(metrics, name) for name in metrics.__all__}
+    top |= {
+        name: value
+        for name, value in vars(guarantees).items()
+        if getattr(value, "__module__", "") == guarantees.__name__
+    }
+    top |= {one.__name__: one for one in (PluresClassifier, PluresRegressor, Epochs, get_recipe)}
     top = {name: value for name, value in top.items() if inspect.isclass(value) or inspect.isfunction(value)}
     methods = {
         f"{name}.{method}": function
@@ -88,6 +97,14 @@ def at_hand_for(name: str) -> dict[str, Any]:
     probabilities = torch.rand(16, 10).softmax(-1)
     names |= {"probabilities": probabilities, "targets": names["labels"], "test_probabilities": probabilities}
     names |= {"members": probabilities[None], "inside_scores": torch.rand(9), "outside_scores": torch.rand(9)}
+    names |= {"confidence": torch.rand(1000), "right": torch.ones(1000, dtype=torch.bool), "select": guarantees.select}
+    names |= {
+        "X": torch.rand(40, 3).numpy(),
+        "y": torch.arange(40).numpy() % 2,
+        "Epochs": Epochs,
+        "get_recipe": get_recipe,
+    }
+    names |= {one.__name__: partial(one, epochs=1) for one in (PluresClassifier, PluresRegressor)}
     names |= {"plot": lambda *lines: None, "resnet18": lambda num_classes: Network()}
     layer = torch.nn.Linear(100, 20)
     return {**names, "layer": layer, "weight": layer.weight.detach(), "free": torch.ones(20, 100, dtype=torch.bool)}

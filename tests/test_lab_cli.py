@@ -620,7 +620,7 @@ def test_estimates_are_made_on_request_without_data_and_kept(
     assert main(["recipes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
     assert main(["recipes"]) == 0
-    assert "here on one core" in " ".join(capsys.readouterr().out.split())
+    assert "on one core of this machine" in " ".join(capsys.readouterr().out.split())
 
 
 def test_method_names_are_those_of_the_classes() -> None:

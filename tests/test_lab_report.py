@@ -41,14 +41,14 @@ SMALL = replace(
 SECTIONS = {
     "table": "Comparison",
     "reliability": "Reliability, before and after ensembling",
-    "members": "How good each member is alone",
-    "added": "As members are added one by one",
-    "agreement": "Which members agree",
-    "confidence": "Confidence of right and wrong answers",
+    "members": "Accuracy of each member",
+    "added": "Quality against the number of members",
+    "agreement": "Agreement between members",
+    "confidence": "Confidence of right and wrong predictions",
     "uncertain": "Where members disagree most",
     "mistakes": "The most confident mistakes",
-    "training": "How training went",
-    "reproduce": "How to reproduce it",
+    "training": "Training",
+    "reproduce": "How to reproduce this report",
 }
 VOID = ("meta", "link", "img", "br")
 
@@ -193,7 +193,7 @@ def test_captions_give_the_numbers_of_the_run(html: str, runs: Path) -> None:
     text = html.replace("\N{NO-BREAK SPACE}", " ")
     found = json.loads((runs / "many" / "metrics.json").read_text())
     assert f"together on {100 * found['accuracy']:.1f} %" in text
-    assert f"inter-rater agreement, which tells whether they fail together, is {found['agreement']:.3f}" in text
+    assert f"inter-rater agreement, which shows whether they fail together, is {found['agreement']:.3f}" in text
     assert f"From the first member to all 12, accuracy goes from {100 * found['member_accuracies'][0]:.1f} %" in text
     assert "There is only one network: no member can be added." in text
     assert "There is only one network: no members can disagree." in text
@@ -236,7 +236,7 @@ def test_no_mistakes_and_no_right_answers_are_no_trouble(details: list[Detail], 
     perfect = [replace(one, wrong=nothing, mistakes=()) for one in details]
     assert "There is no mistake among the test images." in render(rows, perfect, "")
     hopeless = [replace(one, right=nothing) for one in details]
-    assert "All answers are wrong." in render(rows, hopeless, "")
+    assert "All predictions are wrong." in render(rows, hopeless, "")
 
 
 def test_many_rows_are_folded_and_stay_light(details: list[Detail], runs: Path) -> None:

@@ -80,7 +80,7 @@ def test_trust_is_measured_once_and_kept(runs: Path, monkeypatch: pytest.MonkeyP
     assert measured_trust(folder, None, shift=True, ood="digits") == kept_trust(folder)
     titles = [column.title for column in columns(rows_of([runs]))]
     assert "accuracy % under shift" in titles
-    assert "AUROC % of other data" in titles
+    assert "AUROC % out of distribution" in titles
     (folder / "trust.json").write_text("[]")
     with pytest.raises(PluresError, match="trust.json cannot be read .*: remove it, and it is measured again"):
         kept_trust(folder)
@@ -111,8 +111,8 @@ def test_the_report_shows_what_was_measured(runs: Path, tmp_path: Path, monkeypa
     assert "NaN" not in page
     for words in (
         "Under shift",
-        "Known and strange images: digits",
-        "When it may keep silent",
+        "Out-of-distribution images: digits",
+        "Abstaining",
         "Accuracy falls: deter",
     ):
         assert words in page

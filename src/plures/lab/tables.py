@@ -87,11 +87,11 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
     rows = [
         ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
-        ["Brier", figure(found["brier"]), "squared distance to the truth, 0 to 2"],
+        ["Brier", figure(found["brier"]), "squared distance to the true class, 0 to 2"],
         ["ECE", figure(found["ece"], 4), "gap between confidence and accuracy"],
         ["calibrated NLL", figure(found["calibrated_nll"]), _temperature(found["temperature"])],
         ["calibrated ECE", figure(found.get("calibrated_ece"), 4), "at the same temperature"],
-        ["AURC", figure(found["aurc"], 4), "error rate when the least confident are left out, averaged"],
+        ["AURC", figure(found["aurc"], 4), "error rate of the most confident images, averaged"],
         ["member accuracy", percent(found["mean_member_accuracy"]), _each(found["member_accuracies"])],
         ["agreement", figure(found["agreement"]), "1: members fail together; 0: independently"],
     ]
@@ -105,8 +105,8 @@ def _number_table(title: str, found: Mapping[str, Any]) -> Table:
         ["RMSE", figure(found["rmse"]), unit],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
         ["CRPS", figure(found["crps"]), "distance between the predicted distribution and the truth"],
-        ["calibrated NLL", figure(found["calibrated_nll"]), "with the scale that the validation rows teach"],
-        ["90 % intervals hold", percent(found["interval_coverage"]), covered],
+        ["calibrated NLL", figure(found["calibrated_nll"]), "with the scale fitted on validation rows"],
+        ["90 % interval coverage", percent(found["interval_coverage"]), covered],
         ["member NLL", figure(found["mean_member_nll"]), f"mean of {found['members']} members"],
     ]
     return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
@@ -179,11 +179,11 @@ def recipes_list(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | No
     for name, recipe in recipes.items():
         epochs = f"{recipe.epochs.pretrain} + {recipe.epochs.prune} + {recipe.epochs.finetune} epochs"
         network = recipe.model if recipe.width is None else f"{recipe.model} of width {recipe.width}"
-        time = "" if seconds.get(name) is None else f", about {roughly(seconds[name])} here on one core"
+        time = "" if seconds.get(name) is None else f", about {roughly(seconds[name])} on one core of this machine"
         made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs}{time})"))
     if any(one is not None for one in seconds.values()):
         return [made]
-    return [made, "\nplures recipes --measure estimates how long each takes here."]
+    return [made, "\nplures recipes --measure estimates the training times on this machine."]
 
 
 def _temperature(value: float | None) -> str:

@@ -88,7 +88,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         paper_column(PAPER_TITLE, "accuracy", "nll", "ece"),
         _measured("RMSE", "rmse", "low"),
         _measured("CRPS", "crps", "low"),
-        _measured("true values in 90 % intervals", "interval_coverage", None, digits=1, scale=100),
+        _measured("coverage of 90 % intervals", "interval_coverage", None, digits=1, scale=100),
         _measured("member NLL", "mean_member_nll", None),
         _cost("size", "size", "{:.2f} x"),
         _cost("prediction", "prediction", "{:.1f} x"),
@@ -98,7 +98,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _measured("accuracy % under shift", "shift_accuracy", "high", digits=1, scale=100, trust=True),
         _measured("NLL under shift", "shift_nll", "low", trust=True),
         _measured("ECE under shift", "shift_ece", "low", digits=4, trust=True),
-        _measured("AUROC % of other data", "ood_auroc", "high", digits=1, scale=100, trust=True),
+        _measured("AUROC % out of distribution", "ood_auroc", "high", digits=1, scale=100, trust=True),
         _measured("Brier", "brier", "low"),
         _measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
         _measured("agreement", "agreement", None),
@@ -209,10 +209,10 @@ def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
     """Say how to read a comparison, where `bold` can be seen."""
     seeds = sorted({run.seed for row in rows for run in row.runs})
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed, no spread"
-    best = f"bold: best of those within {EFFICIENT:g} times the file of one network; " if bold else ""
+    best = f"bold: best of those with at most {EFFICIENT:g} times the file size of one network; " if bold else ""
     return (
         f"seeds {', '.join(map(str, seeds))}: {spread}; {best}size and prediction time: relative to one network; "
-        "training epochs: its time, in epochs of one network, measured; agreement: inter-rater kappa, lower is more "
+        "training epochs: measured time in epochs of one network; agreement: inter-rater kappa, lower is more "
         "diverse"
     )
 
@@ -249,7 +249,7 @@ def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str)
     console = tables.console()
     made = table(title, rows, columns, console.width)
     left_out = [column.title for column in columns[len(made.columns) - 1 :]]
-    narrow = [f"no room for: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
+    narrow = [f"not shown: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
     tables.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
 
 
@@ -312,6 +312,6 @@ def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
     rows = [cells(one.recipe, one.variant, (one.runs, one.done, one.epochs), one.seconds, one.bytes) for one in lines]
     counts = [sum(getattr(one, key) for one in lines) for key in ("runs", "done", "epochs")]
     seconds, size = sum(one.seconds or 0 for one in lines), sum(one.bytes or 0 for one in lines)
-    rows.append(cells(f"together, {at_once} at a time", "", counts, seconds / at_once, size))
+    rows.append(cells(f"total, {at_once} at a time", "", counts, seconds / at_once, size))
     headings = ["recipe", "method", "runs", "done", "epochs", "time here", "disk"]
     return tables.table(title, headings, rows, words=["recipe", "method"])

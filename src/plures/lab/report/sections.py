@@ -31,7 +31,7 @@ class Section:
 
 
 def sections(details: Sequence[Detail]) -> list[Section]:
-    """Draw what the answers to the test images show; equal axes within a section, so that rows can be compared."""
+    """Draw the predictions for the test images, with equal axes within a section so that rows can be compared."""
     ensembles = [one for one in details if one.members > 1]
     return [
         _reliability(details),
@@ -56,9 +56,9 @@ def training(details: Sequence[Detail]) -> Section:
 
     return Section(
         "training",
-        "How training went",
-        "A column is a phase of training, a line a member, from faint (the first) to strong (the last); the loss is on "
-        "a logarithmic axis.",
+        "Training",
+        "Each column is a phase of training, each line a member, from faint (the first) to strong (the last). The loss "
+        "axis is logarithmic.",
         _figures(details, says, lambda one, words: charts.training_curves(one, words) if one.records else None),
     )
 
@@ -69,16 +69,16 @@ def _reliability(details: Sequence[Detail]) -> Section:
         gap = float((table.count * table.confidence).sum() / table.count.sum()) - one.metrics["accuracy"]
         bias = f"{'overconfident' if gap > 0 else 'underconfident'} by {abs(100 * gap):.1f} points on average"
         if one.members == 1:
-            return f"The only network has an ECE of {one.metrics['ece']:.3f} and is {bias}."
+            return f"The single network has an ECE of {one.metrics['ece']:.3f} and is {bias}."
         return (
-            f"A member alone has an ECE of {one.alone_ece:.3f}, the ensemble one of {one.metrics['ece']:.3f}; the "
+            f"A single member has an ECE of {one.alone_ece:.3f}, the ensemble {one.metrics['ece']:.3f}; the "
             f"ensemble is {bias}."
         )
 
     return Section(
         "reliability",
         "Reliability, before and after ensembling",
-        "Each dot is a group of answers of similar confidence: its area grows with their number, its height is the "
+        "Each dot is a group of predictions of similar confidence: its area shows how many they are, its height the "
         "percentage that is correct. On the dashed line confidence equals accuracy; below it the network is "
         "overconfident, above it underconfident.",
         _figures(details, says, charts.reliability),
@@ -92,7 +92,7 @@ def _member_bars(details: Sequence[Detail]) -> Section:
     def says(one: Detail) -> str:
         accuracies = one.metrics["member_accuracies"]
         if len(accuracies) == 1:
-            return f"The only network is right on {percent(accuracies[0])} of the images."
+            return f"The single network is right on {percent(accuracies[0])} of the images."
         return (
             f"Members are right on {_between(accuracies)}, {percent(one.metrics['mean_member_accuracy'])} on "
             f"average; together on {percent(one.metrics['accuracy'])}."
@@ -100,8 +100,8 @@ def _member_bars(details: Sequence[Detail]) -> Section:
 
     return Section(
         "members",
-        "How good each member is alone",
-        f"A bar is the accuracy of one member, the line that of all together; the axis begins at {percent(limits[0])}.",
+        "Accuracy of each member",
+        f"A bar is the accuracy of a member, the line that of the ensemble; the axis starts at {percent(limits[0])}.",
         _figures(details, says, lambda one, words: charts.member_bars(one, limits, words)),
     )
 
@@ -119,10 +119,10 @@ def _added_members(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Se
         accuracies, nlls = zip(*(pair for other in ensembles for pair in other.added), strict=True)
         return charts.added_members(one, ensembles, charts.limits_of(accuracies), charts.limits_of(nlls), words)
 
-    behind = " The other ensembles of this page are drawn faintly behind." if len(ensembles) > 1 else ""
+    behind = " The other ensembles on this page are drawn faintly behind." if len(ensembles) > 1 else ""
     return Section(
         "added",
-        "As members are added one by one",
+        "Quality against the number of members",
         "The line shows the ensemble of the first one, two, three ... members. Accuracy should rise and NLL fall."
         + behind,
         _figures(details, says, draw),
@@ -138,15 +138,15 @@ def _agreement(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Sectio
         pairs = [float(one.same_label[i, j]) for i in range(one.members) for j in range(i)]
         average = f", {percent(sum(pairs) / len(pairs))} on average" if len(pairs) > 1 else ""
         return (
-            f"Two members agree on {_between(pairs)} of the images{average}; inter-rater agreement, which tells "
+            f"Two members agree on {_between(pairs)} of the images{average}; inter-rater agreement, which shows "
             f"whether they fail together, is {figure(one.metrics['agreement'])}."
         )
 
     return Section(
         "agreement",
-        "Which members agree",
-        "A square is the share of test images, in percent, on which two members give the same label, from faint (the "
-        f"lowest on this page, {percent(low)}) to strong (always); fainter is more diverse.",
+        "Agreement between members",
+        "Each square is the share of test images, in percent, to which two members give the same label, from faint "
+        f"(the lowest on this page, {percent(low)}) to strong (always); fainter is more diverse.",
         _figures(
             details, says, lambda one, words: charts.agreement_matrix(one, low, words) if one.members > 1 else None
         ),
@@ -161,23 +161,23 @@ def _histograms(details: Sequence[Detail]) -> Section:
 
     def says(one: Detail) -> str:
         if one.right.confidence is None or one.wrong.confidence is None:
-            return f"All answers are {'right' if one.right.count else 'wrong'}."
+            return f"All predictions are {'right' if one.right.count else 'wrong'}."
         return (
-            f"Right answers have a confidence of {percent(one.right.confidence)} on average, wrong ones "
+            f"Right predictions have a confidence of {percent(one.right.confidence)} on average, wrong ones "
             f"{percent(one.wrong.confidence)}."
         )
 
     return Section(
         "confidence",
-        "Confidence of right and wrong answers",
-        "Upwards, the confidence of right answers; downwards, of wrong ones, each as a share of its kind and on its "
-        "own scale. The better an ensemble knows what it does not know, the further left the wrong ones lie.",
+        "Confidence of right and wrong predictions",
+        "Upwards, the confidence of right predictions; downwards, of wrong ones, each as a share of its kind and on "
+        "its own scale. In a good ensemble the wrong ones are far to the left.",
         _figures(details, says, lambda one, words: charts.confidence_histogram(one, highest, words)),
     )
 
 
 def added_change(one: Detail) -> str:
-    """Say what all members bring over the first one.
+    """Describe the gain of all members over the first one.
 
     added_change(detail)  # 'from the first member to all 5, accuracy goes from ...'
     """

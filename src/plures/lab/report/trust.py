@@ -1,4 +1,4 @@
-"""What the page shows of runs measured away from home: under shift, among other data, when they keep silent."""
+"""The sections about shift, out-of-distribution data and abstaining."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ LINE = 15  # units from one line of a legend to the next
 
 
 def trust_sections(rows: Sequence[Row], details: Sequence[Detail]) -> list[Section]:
-    """Draw what `plures compare --shift --ood DATA` measured of the rows' first runs; nothing where nothing was."""
+    """Draw the measurements of `plures compare --shift --ood DATA` for the first run of each row, if there are any."""
     every = [(detail, kept_trust(row.runs[0].path)) for row, detail in zip(rows, details, strict=True)]
     made = []
     if shifted := [(detail, found) for detail, found in every if "shift" in found]:
@@ -38,8 +38,8 @@ def _shift(measured: Measured) -> Section:
     return Section(
         "shift",
         "Under shift",
-        f"Eleven published corruptions (noise, blur, weather, files) at five severities, on {images:,} test images; "
-        "the lines are means over all kinds, and severity 0 is the images as they are.",
+        f"Eleven published corruptions (noise, blur, weather, compression) at five severities, on {images:,} test "
+        "images; the lines are means over all corruptions, and severity 0 is the uncorrupted images.",
         [Figure("all", measured[0][0].colour, _severity(measured, says), says)],
     )
 
@@ -68,14 +68,14 @@ def _strangers(measured: Measured) -> Section:
 
     def figure(detail: Detail, found: Found) -> Figure:
         auroc = {one["score"]: one["auroc"] for one in found["ood"]["scores"]}["entropy"]
-        says = f"Entropy tells {found['ood']['data']} from the own test images with an AUROC of {percent(auroc)}."
+        says = f"Entropy separates {found['ood']['data']} from the test images with an AUROC of {percent(auroc)}."
         return Figure(detail.name, detail.colour, _histogram(found["ood"], highest, says), says)
 
     return Section(
-        "strangers",
-        f"Known and strange images: {data}",
-        "How unsure the ensemble is, in nats of entropy: of its own test images, upwards, and of images that it cannot "
-        "know, downwards, each as a share of its kind. The less they overlap, the better strangers are recognised.",
+        "ood",
+        f"Out-of-distribution images: {data}",
+        f"The entropy of the predictions in nats: for test images (upwards) and for images of {data} (downwards), each "
+        "as a share of its set. The less they overlap, the better the ensemble recognises unfamiliar images.",
         [figure(detail, found) for detail, found in measured],
     )
 
@@ -85,12 +85,13 @@ def _histogram(counts: Found, highest: float, says: str) -> Markup:
     most = counts["most"]
     upper = Panel(drawing, 38, 18, WIDTH - 46, 74, (0, most), (0, highest))
     lower = Panel(drawing, 38, 92, WIDTH - 46, 74, (0, most), (highest, 0))
-    for panel, kind, word in ((upper, "right", "known"), (lower, "wrong", "strange")):
-        step = most / len(counts[word])
-        for place, share in enumerate(counts[word]):
+    sides = ((upper, "right", "known", "test images"), (lower, "wrong", "strange", counts["data"]))
+    for panel, kind, key, word in sides:
+        step = most / len(counts[key])
+        for place, share in enumerate(counts[key]):
             top, bottom = sorted([panel.py(0), panel.py(share)])
             tip = f"{word}: {share:.1%} between {step * place:.2f} and {step * (place + 1):.2f} nats"
-            drawing.rectangle(panel.px(step * place), top, panel.width / len(counts[word]) - 1, bottom - top, kind, tip)
+            drawing.rectangle(panel.px(step * place), top, panel.width / len(counts[key]) - 1, bottom - top, kind, tip)
         panel.level(0, "base")
         drawing.text(panel.left, panel.top - 8 if panel is upper else panel.bottom + 28, word, f"name-{kind}")
     for value in (one for one in nice_ticks(0, most, most=4) if one <= most):
@@ -108,20 +109,21 @@ def _risk(measured: Measured) -> Section:
         for _, found in measured
     ]
     words = "; ".join(f"{one.name} {percent(half)}" for (one, _), half in zip(measured, halves, strict=True))
-    says = f"Of the surest half of the answers so many are wrong: {words}."
+    says = f"The error rate of the most confident half is: {words}."
     drawing = Drawing(WIDTH, 188 + LINE * len(measured))
     limits = limits_of([0.0, *(risk for _, found in measured for risk in found["risk_coverage"]["risk"])])
     panel = Panel(drawing, 38, 12, WIDTH - 46, 136, (0, 1), limits)
     ticks = [(value, word) for value, word in percent_ticks(limits) if limits[0] <= value <= limits[1]]
-    panel.axes([(0.0, "0"), (0.5, "50"), (1.0, "100")], ticks, x_title="answered, %")
+    panel.axes([(0.0, "0"), (0.5, "50"), (1.0, "100")], ticks, x_title="images with a prediction, %")
     for detail, found in measured:
         pairs = zip(found["risk_coverage"]["coverage"], found["risk_coverage"]["risk"], strict=True)
         drawing.line([(panel.px(share), panel.py(risk)) for share, risk in pairs], "curve", f"--look:{detail.colour}")
     _legend(drawing, measured, 190)
     return Section(
         "risk",
-        "When it may keep silent",
-        "The error rate among the most confident answers, against the share that is answered. Lower is better.",
+        "Abstaining",
+        "The error rate among the most confident predictions, against the share of images with a prediction. Lower is "
+        "better.",
         [Figure("all", measured[0][0].colour, drawing.markup(says), says)],
     )
 
