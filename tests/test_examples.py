@@ -98,12 +98,9 @@ def at_hand_for(name: str) -> dict[str, Any]:
     names |= {"probabilities": probabilities, "targets": names["labels"], "test_probabilities": probabilities}
     names |= {"members": probabilities[None], "inside_scores": torch.rand(9), "outside_scores": torch.rand(9)}
     names |= {"confidence": torch.rand(1000), "right": torch.ones(1000, dtype=torch.bool), "select": guarantees.select}
-    names |= {
-        "X": torch.rand(40, 3).numpy(),
-        "y": torch.arange(40).numpy() % 2,
-        "Epochs": Epochs,
-        "get_recipe": get_recipe,
-    }
+    names |= {"Epochs": Epochs, "get_recipe": get_recipe}
+    if name.startswith("Plures"):
+        names |= {"X": torch.rand(40, 3).numpy(), "y": torch.arange(40).numpy() % 2}
     names |= {one.__name__: partial(one, epochs=1) for one in (PluresClassifier, PluresRegressor)}
     names |= {"plot": lambda *lines: None, "resnet18": lambda num_classes: Network()}
     layer = torch.nn.Linear(100, 20)

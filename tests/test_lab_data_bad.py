@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -348,5 +349,4 @@ def test_memory_is_bounded(tmp_path):
     ],
 )
 def test_preparation_that_makes_no_sense(change):
-    fields = {name: getattr(INFO, name) for name in INFO.__dataclass_fields__}
-    refused(lambda: DataInfo(**{**fields, **change}))
+    refused(lambda: replace(INFO, **change))

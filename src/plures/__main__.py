@@ -1,4 +1,4 @@
-"""`python -m plures` is the command line, too: `accelerate launch -m plures train` needs it."""
+"""`python -m plures` runs the command line; `accelerate launch -m plures train` needs it."""
 
 import sys
 

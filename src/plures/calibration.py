@@ -1,6 +1,6 @@
-"""What held-out data teach an ensemble: temperatures, and the scores from which its promises follow.
+"""Calibration on held-out data: temperatures, and the scores that guarantees need.
 
-It travels in the ensemble's file, so that a process that never saw the data can keep the promises.
+The ensemble's file stores it, so a process that never saw the data gives the same predictions and guarantees.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class ClassCalibration:
         calibration = ClassCalibration.fit(members, targets)  # [members, samples, classes], [samples]
         calibration.probabilities(members)
 
-    The scores are those of the uncalibrated probabilities: promises hold exactly only where nothing about the score was
+    The scores are those of the uncalibrated probabilities: guarantees are exact only if nothing about the score was
     fitted on the samples that it is compared with.
     """
 

@@ -1,4 +1,4 @@
-"""Files that are complete or not there, and checksums that show whether they still are what was written."""
+"""Atomic writes, and checksums that detect damaged files."""
 
 import contextlib
 import errno

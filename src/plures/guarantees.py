@@ -143,7 +143,7 @@ def select(confidence: Array, right: Array, risk: float, delta: float = 0.05) ->
     share = delta / _thresholds(count)
     # Fewer answers than these prove nothing, even when all are right: the search starts above them.
     low, high, best, lowest = _all_right(risk, share) - 1, count + 1, None, 1.0
-    while high - low > 1:  # answering `high` samples breaks the promise
+    while high - low > 1:  # answering `high` samples breaks the guarantee
         middle = (low + high) // 2
         threshold = float(sure[order[middle - 1]])
         answered = count - int(torch.searchsorted(ascending, threshold))  # equally sure samples are answered, too
@@ -192,6 +192,6 @@ def _unreachable(risk: float, delta: float, count: int, lowest: float) -> str:
     if count < takes:
         return f"risk={risk} with delta={delta} needs at least {takes} held-out samples, but there are {count}"
     return (
-        f"risk={risk} with delta={delta} cannot be promised: even the most confident of the {count} held-out samples "
-        f"are wrong too often, and the lowest bound is {lowest:.3g}; ask for a higher risk or calibrate on more samples"
+        f"risk={risk} with delta={delta} cannot be guaranteed: even the most confident of the {count} held-out samples "
+        f"are wrong too often, and the lowest bound is {lowest:.3g}; choose a higher risk or calibrate on more samples"
     )

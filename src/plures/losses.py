@@ -1,4 +1,4 @@
-"""Losses that say what a network's outputs mean: where the classes are, or which numbers are means and variances."""
+"""Losses, which define what outputs mean: the class axis, or which numbers are means and variances."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

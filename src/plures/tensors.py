@@ -1,4 +1,4 @@
-"""The tensors of a network whose class we do not know: their names, which are tied, and fresh random starts."""
+"""The tensors of any network: their names, which ones are tied, and fresh random starts."""
 
 import copy
 from collections.abc import Iterable

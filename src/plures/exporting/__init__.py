@@ -1,1 +1,1 @@
-"""From an ensemble to one file that runs without it: what is traced, how it is written, what is said when it fails."""
+"""Export an ensemble to one file that runs without plures: tracing, writing, and errors."""

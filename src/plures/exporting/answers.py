@@ -1,4 +1,4 @@
-"""What an exported file answers: from the members' outputs to the fields of a `Prediction` or a `Regression`."""
+"""The outputs of an exported file: from those of the members to the fields of a `Prediction` or a `Regression`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

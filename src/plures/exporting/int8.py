@@ -1,4 +1,4 @@
-"""Quantise an ONNX file to int8 by onnxruntime; the weights that members own parts of stay in it once."""
+"""Quantise an ONNX file to int8 with onnxruntime; split weights are still stored only once."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

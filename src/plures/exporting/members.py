@@ -1,4 +1,4 @@
-"""What computes the members' outputs in an exported file: what members share stands in it once."""
+"""Compute the members' outputs in an exported file, which stores shared values only once."""
 
 import math
 from collections.abc import Callable

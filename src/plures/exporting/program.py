@@ -1,4 +1,4 @@
-"""Trace an ensemble: from Python to a program of operators that knows nothing of plures."""
+"""Trace an ensemble: from Python to a program of operators that does not need plures."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Say which operator of which module keeps an ensemble from being exported."""
+"""Errors of export: which operator of which module cannot be exported."""
 
 import re
 from collections.abc import Callable, Sequence

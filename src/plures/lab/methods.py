@@ -1,4 +1,4 @@
-"""Methods in the laboratory: from words on the command line to a class with its options, and its look in figures.
+"""Methods by their names on the command line: their classes, options, and colours in figures.
 
 This module does not import torch.
 """

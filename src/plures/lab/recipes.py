@@ -1,4 +1,4 @@
-"""Recipes: every number of an experiment, in one place, with its reason.
+"""Recipes: every setting of an experiment, in one place, with its reason.
 
 This module does not import torch, so that the command line lists recipes at once.
 """

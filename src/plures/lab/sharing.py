@@ -1,4 +1,4 @@
-"""Share an ensemble: to the Hugging Face hub or into a folder, with a card, and back.
+"""Publish an ensemble on the Hugging Face hub or in a folder, with a model card, and load it again.
 
 Nothing but safetensors and JSON is read.
 """

@@ -1,4 +1,4 @@
-"""Tables for people: what the command line prints without --json."""
+"""Tables that the command line prints without --json."""
 
 import sys
 from collections import Counter

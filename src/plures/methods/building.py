@@ -1,4 +1,4 @@
-"""What the methods have in common that train one network in one stage."""
+"""What methods share that train one network in one stage."""
 
 import copy
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Packed-Ensembles: narrow members side by side, run in one pass by grouped layers (Laurent et al., 2023)."""
+"""Packed-Ensembles: narrow members, run in one pass by grouped layers (Laurent et al., 2023)."""
 
 import copy
 import math

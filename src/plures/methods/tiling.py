@@ -1,4 +1,4 @@
-"""Let one network run several members at once: its batch grows longer, its layers learn whose row is whose.
+"""Run several members in one pass, along the batch: layers know which rows belong to which member.
 
 A method copies the user's network, puts hooks on its layers (`around`) or other layers in their place (`replace`), and
 wraps the result in `Tiled`. The network's own code only ever sees a longer batch, so it may add, flatten, pool and

@@ -1,4 +1,4 @@
-"""What all metrics check: arrays are numbers, rows are distributions, targets fit them."""
+"""Checks for all metrics: arrays are numbers, rows are distributions, targets fit them."""
 
 from typing import Any
 

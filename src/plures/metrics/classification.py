@@ -1,4 +1,4 @@
-"""How good and how diverse: accuracy, NLL, Brier score, selective risk, agreement of members."""
+"""Metrics of classification and diversity: accuracy, NLL, Brier score, selective risk, agreement of members."""
 
 import math
 from dataclasses import dataclass

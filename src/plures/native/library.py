@@ -1,4 +1,4 @@
-"""Find, compile and load the library: from the wheel, else from the user's cache, else not at all and why."""
+"""Find, compile and load the library: from the wheel, else from the user's cache, else report why not."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The command line: from words to a command, and from errors to exit codes.
+"""The command line: parse arguments, run a command, turn errors into exit codes.
 
 What is heavy is imported by the command that needs it: `--help` answers without torch, and Ctrl-C while Python still
 imports is answered as at any other time.

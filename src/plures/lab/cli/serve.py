@@ -1,4 +1,4 @@
-"""plures serve: a finished run behind HTTP."""
+"""plures serve: an HTTP server for a finished run."""
 
 from dataclasses import dataclass
 from pathlib import Path

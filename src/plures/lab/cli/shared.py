@@ -1,4 +1,4 @@
-"""What commands have in common: how words become a command, and how results are printed."""
+"""What commands share: parsing of arguments, and printing of JSON."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,1 +1,1 @@
-"""Many runs side by side: what to run, where, how far they are, and their table."""
+"""Compare many runs: what to run, where to run it, progress, and the table of results."""

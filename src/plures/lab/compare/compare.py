@@ -1,4 +1,4 @@
-"""Make the runs of comparisons, skip what is done, and put what came out into tables."""
+"""Train the runs of comparisons, skip finished ones, and collect the results into rows."""
 
 import json
 import sys
@@ -39,8 +39,8 @@ def compare(
         rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
 
     Finished runs are not made again, interrupted ones are resumed. Missing data is reported before anything is made. A
-    run that fails does not stop the others: its row gives the reason. `shift` and `ood` (other data) ask for what is
-    measured away from home; it is kept in the run folders.
+    run that fails does not stop the others: its row gives the reason. With `shift` and
+    `ood`, runs are also measured on corrupted and on other images; the results are kept in the run folders.
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]

@@ -1,4 +1,4 @@
-"""What to run: a recipe, a method with its options, a seed, and the folder in which the run lives.
+"""What to run: a recipe, a method with its options, a seed, and the folder of the run.
 
 This module does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Where runs are made: in processes of this machine, or by the workers of a Ray cluster.
+"""Where runs are trained: in processes of this machine, or on the workers of a Ray cluster.
 
     python -m plures.lab.compare.pool < job.json
 

@@ -1,4 +1,4 @@
-"""What a person sees while many runs are made: a live list on a terminal, plain lines elsewhere."""
+"""Progress of many runs: a live list on a terminal, plain lines elsewhere."""
 
 import json
 import time

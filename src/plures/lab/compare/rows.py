@@ -1,4 +1,4 @@
-"""Finished runs as the rows of a comparison: which belong together, what they are called, what the paper says of them.
+"""Finished runs as rows of a comparison: which belong together, their names, and the paper's figures for them.
 
 Names and commands follow from a run's config.json alone: no network is built.
 """

@@ -1,4 +1,4 @@
-"""Comparisons for people and machines: a table on the terminal, Markdown, CSV and JSON."""
+"""The table of a comparison: on the terminal, as Markdown, CSV and JSON."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Image sets under one small interface.
+"""Image data sets behind one small interface.
 
 from plures.lab.data import Augment, batches, open_data
 

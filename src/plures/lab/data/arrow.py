@@ -1,4 +1,4 @@
-"""Pictures in Arrow tables of the Hugging Face layout: Parquet files and data sets of the hub."""
+"""Images in Arrow tables in the Hugging Face layout: Parquet files and data sets of the hub."""
 
 import json
 import re

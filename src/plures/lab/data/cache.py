@@ -1,4 +1,4 @@
-"""Pictures are decoded once, into files that are mapped into memory.
+"""The image cache: images are decoded once, into files that are mapped into memory.
 
     <cache>/surveys/<hash>.json      what a source holds, by the names, sizes and times of its files
     <cache>/<hash>/train-images.npy  decoded pictures, by the bytes of the pictures and their preparation

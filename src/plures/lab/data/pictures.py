@@ -1,4 +1,4 @@
-"""Pictures: what a source hands over, and the way from a picture file to the pixels that a network is trained on.
+"""Image files: what a source provides, and how a file becomes the pixels of a network's input.
 
 Files may come from anywhere: what is not a regular file is not opened, sizes are bounded before anything is decoded,
 and whatever goes wrong is one sentence about the file.

@@ -1,4 +1,4 @@
-"""One part of a data set: how its pictures are prepared, which rows it has, and batches of them, changed at random."""
+"""One split of a data set: its rows, their preprocessing, and augmented batches."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Tables of numbers, for regression: a row is a picture of one pixel that has a channel for each column."""
+"""Tables of numbers, for regression: a row is stored as an image of one pixel with a channel for each column."""
 
 from dataclasses import dataclass
 from typing import ClassVar

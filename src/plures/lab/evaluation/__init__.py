@@ -1,1 +1,1 @@
-"""Measure an ensemble: on its own data, under shift, on unfamiliar data; and predict picture files."""
+"""Measure an ensemble on its own data, under shift and out of distribution; and predict image files."""

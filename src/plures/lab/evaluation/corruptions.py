@@ -1,4 +1,4 @@
-"""Corrupt images as bad cameras, weather and compression do: what `plures evaluate --shift` measures on.
+"""The common corruptions (noise, blur, weather, compression) of `plures evaluate --shift`.
 
 The common corruptions of Hendrycks and Dietterich (2019), with the constants that they published for images of 32 x 32
 (CIFAR-10-C: ImageNet-C/create_c/make_cifar_c.py of their repository). Here are those that need neither photographs of

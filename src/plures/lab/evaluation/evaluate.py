@@ -1,4 +1,4 @@
-"""Measure an ensemble on a data set: how good, how sure and how diverse, also under shift and on other data."""
+"""Measure an ensemble on a data set: quality, calibration and diversity, also under shift and on other data."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Predict picture files with a finished run: what `plures predict` does."""
+"""Predict image files with a finished run: what `plures predict` does."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

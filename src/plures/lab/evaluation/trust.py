@@ -1,6 +1,6 @@
-"""How far a finished run can be trusted: under shift, among strangers, when it may keep silent, with fewer members.
+"""Measure a finished run under shift, on out-of-distribution data, when it abstains, and with fewer members.
 
-What is measured is kept in the run folder, as trust.json: comparisons, the report and the page in docs/ read it there.
+The results are kept in the run folder as trust.json, where comparisons, the report and the page in docs/ read them.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What the figures have in common: looks, axes that may be broken, and files."""
+"""What the figures share: styles, axes that may be broken, and files."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""The tables and figures of the paper: which runs each needs, at which scale, and how a figure is drawn of them."""
+"""The tables and figures of the paper: which runs each needs at which scale, and how a figure is drawn from them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The charts of the page: from what was gathered of a run to SVG, whose shapes the page's style sheet colours."""
+"""The charts of the report as SVG; the style sheet of the page colours them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the page shows of one ensemble, taken from its answers to the test images."""
+"""What the report shows about one ensemble, from its predictions for the test images."""
 
 import base64
 import io

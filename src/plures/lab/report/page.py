@@ -1,4 +1,4 @@
-"""From the rows of a comparison to one HTML file; the top says in plain words and a few large numbers what came out."""
+"""Render the rows of a comparison as one HTML file, with a summary at the top."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

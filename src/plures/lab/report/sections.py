@@ -1,4 +1,4 @@
-"""The sections of charts: how to read each, and what it shows of each row."""
+"""The sections of charts: how to read each, and what it shows for each row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Run folders: their files, what they were made from, and how they are opened."""
+"""Run folders: their files, their configuration, and how they are opened."""

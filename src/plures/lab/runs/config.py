@@ -1,4 +1,4 @@
-"""What a run was made from, as JSON: enough to refuse another configuration and to repeat this one."""
+"""The configuration of a run as JSON: enough to detect another configuration and to repeat this one."""
 
 import importlib.metadata
 import inspect

@@ -1,4 +1,4 @@
-"""The folder of one run. Every write is complete or has not happened, and their order loses nothing.
+"""The folder of one run. Writes are atomic, and their order is such that nothing is lost.
 
     config.json            what the run was made from; written once
     log.jsonl              a record per epoch

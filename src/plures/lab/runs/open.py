@@ -1,4 +1,4 @@
-"""Open a run folder: its data, network and ensemble, and whose code it may name.
+"""Open a run folder: its data, network and ensemble, and whether code that it names is trusted.
 
 A network or method given as module:name is imported, which runs it. A run that was trained here with such code is
 signed with a key of the user's own. Without a signature by the same user, the folder may come from anybody, and its

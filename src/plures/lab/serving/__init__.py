@@ -1,1 +1,1 @@
-"""A finished run behind HTTP: pictures in, answers out, and a page to try it on."""
+"""An HTTP server for a finished run: images in, predictions out, and a page for trying it."""

@@ -1,4 +1,4 @@
-"""The network behind the server: loaded once, asked in batches that gather the pictures of many requests."""
+"""Predict the images of simultaneous requests in batches, with a run that is loaded once."""
 
 import asyncio
 from collections.abc import Callable, Sequence

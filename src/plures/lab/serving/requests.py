@@ -1,4 +1,4 @@
-"""From the bytes of a request to pictures, what a server takes from strangers, and how it says no."""
+"""Read the images of a request, within limits, and refuse bad requests."""
 
 import asyncio
 import base64

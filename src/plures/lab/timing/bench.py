@@ -1,4 +1,4 @@
-"""The benchmark: what is measured, and how it is written down."""
+"""The benchmarks: what is measured, and how the results are written."""
 
 import json
 from collections.abc import Iterator, Sequence

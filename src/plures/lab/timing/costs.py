@@ -1,4 +1,4 @@
-"""What methods cost relative to one network: a finished run of a comparison, and every method on one ResNet18."""
+"""The cost of methods relative to one network: for finished runs, and for every method on a ResNet18."""
 
 import contextlib
 import json

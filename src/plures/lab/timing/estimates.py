@@ -1,4 +1,4 @@
-"""How long a recipe takes on this machine, from a few steps on random images, and kept for the next time.
+"""Estimate how long a recipe takes on this machine, from a few steps on random images; estimates are stored.
 
 Kept estimates are read without torch, so that the command line lists recipes at once.
 """

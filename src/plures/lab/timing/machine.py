@@ -1,4 +1,4 @@
-"""Which machine measures; this module does not import torch by itself."""
+"""Describe this machine; importing this module does not import torch."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""One harness for all that is timed, and the networks that it times.
+"""The timing harness, and the networks that it times.
 
 Actions run in turn, round by round, so that a busy machine slows them alike.
 """

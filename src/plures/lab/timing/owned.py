@@ -1,4 +1,4 @@
-"""What all members cost in the owned engine, against ONE plain network at its faster memory format."""
+"""The cost of all members in the owned engine, relative to ONE plain network in its faster memory format."""
 
 import copy
 import time

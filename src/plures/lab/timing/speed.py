@@ -1,4 +1,4 @@
-"""How long training steps and predictions take, against plain networks."""
+"""The time of training steps and predictions, relative to plain networks."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a person sees while an ensemble trains: a live table on a terminal, plain lines elsewhere."""
+"""Progress of training: a live table on a terminal, plain lines elsewhere."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The phases of Algorithm 1 in its order: what a stage sees, what it trains, and what the member owns after it.
+"""The phases of Algorithm 1 in its order: the mask of a stage, what it trains, and what the member then owns.
 
 For each member i: free_i is what no earlier member owns (Algorithm 1 starts from m_0 = 1: the first member has all).
 

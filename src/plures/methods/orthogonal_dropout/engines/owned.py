@@ -1,4 +1,4 @@
-"""The engine that multiplies only what is owned: all members in one pass, at the price of about one network."""
+"""The owned engine: all members in one pass that multiplies only the weights that each member owns."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rewrite the graph of a network so that one pass runs all members, over what each of them owns."""
+"""Rewrite the graph of a network so that one pass runs all members, over the weights that each owns."""
 
 import operator
 from typing import Any, NamedTuple, cast

@@ -1,4 +1,4 @@
-"""Layers that run all members at once over what each of them owns, and the few that tell members apart in a batch.
+"""Layers that run all members at once over the weights that each owns, and layers that separate members in a batch.
 
 Between layers the members lie one after the other along the batch axis, or `blocked` as the native kernels like it.
 """
