@@ -44,7 +44,7 @@ def table(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     """Write the rows of the owned engine as Markdown."""
     about = f"{machine['processor']}, {machine['instructions']}, {machine['threads']} threads, torch {machine['torch']}"
     lines = [f"Made by `make bench` on {about}: median of the rounds, with the least and the largest.", ""]
-    lines += ["| measure | setting | ratio | spread | bar |", "|---|---|---|---|---|"]
+    lines += ["| measure | setting | ratio | spread | target |", "|---|---|---|---|---|"]
     for row in rows:
         bar = "" if row["bar"] is None else f"<= {row['bar']:g} {'met' if row['met'] else '**missed**'}"
         ratio = f"{row['value']:.2f} | {row['low']:.2f} to {row['high']:.2f}"

@@ -34,7 +34,7 @@ def precision_here() -> str:
 
 
 def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
-    """Measure a ResNet18: with `quick` only what has a bar."""
+    """Measure a ResNet18: with `quick` only ratios that have a target."""
     precision = precision_here()
     yield from step_ratios(RESNET18, 64, precision, rounds=5)
     yield from mask_ratios(rounds=7)
@@ -96,7 +96,7 @@ def markdown(found: Sequence[Ratio | LeftOut], table: list[MethodCost]) -> str:
         "Ratios measured side by side in one run: median of the rounds, with the least and the largest.",
         "",
     ]
-    lines += ["| measure | setting | ratio | spread | bar |", "|---|---|---|---|---|"]
+    lines += ["| measure | setting | ratio | spread | target |", "|---|---|---|---|---|"]
     for one in found:
         if isinstance(one, LeftOut):
             lines.append(f"| {one.name} | {one.setting} | | | left out: {one.why} |")

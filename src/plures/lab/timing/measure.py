@@ -114,10 +114,10 @@ def _finish(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Keep one measured ratio, with the spread over the rounds and the bar that it should not pass.
+    """Keep one measured ratio, with the spread over the rounds and the target that it should not exceed.
 
         >>> str(Ratio("masked step / plain step", "ResNet18", 1.02, 1.01, 1.04, bar=1.05))
-        'masked step / plain step (ResNet18): 1.02, 1.01 to 1.04; bar 1.05'
+        'masked step / plain step (ResNet18): 1.02, 1.01 to 1.04; target 1.05'
 
     `value` is the median of the rounds' ratios, `low` and `high` are the least and the largest.
     """
@@ -136,11 +136,11 @@ class Ratio:
 
     @property
     def met(self) -> bool | None:
-        """Say whether the bar is met, or None where there is none."""
+        """Return whether the target is met, or None if there is none."""
         return None if self.bar is None else self.value <= self.bar
 
     def __str__(self) -> str:
-        bar = "" if self.bar is None else f"; bar {self.bar:g}"
+        bar = "" if self.bar is None else f"; target {self.bar:g}"
         return f"{self.name} ({self.setting}): {self.value:.3g}, {self.low:.3g} to {self.high:.3g}{bar}"
 
 
