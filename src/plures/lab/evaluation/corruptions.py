@@ -1,8 +1,8 @@
-"""The common corruptions (noise, blur, weather, compression) of `plures evaluate --shift`.
+"""The corruptions (noise, blur, weather, compression) of `plures evaluate --shift`.
 
-The common corruptions of Hendrycks and Dietterich (2019), with the constants that they published for images of 32 x 32
-(CIFAR-10-C: ImageNet-C/create_c/make_cifar_c.py of their repository). Here are those that need neither photographs of
-frost nor a random walk through the image. Lengths grow with the image, so that larger images lose the same detail.
+These are the common corruptions of Hendrycks and Dietterich (2019), with the constants that they published for images
+of 32 x 32 (CIFAR-10-C: ImageNet-C/create_c/make_cifar_c.py of their repository), except those that need photographs of
+frost or a random walk through the image. Lengths scale with the image, so larger images lose the same detail.
 """
 
 import io
