@@ -196,7 +196,7 @@ def test_captions_give_the_numbers_of_the_run(html: str, runs: Path) -> None:
     assert f"inter-rater agreement, which shows whether they fail together, is {found['agreement']:.3f}" in text
     assert f"From the first member to all 12, accuracy goes from {100 * found['member_accuracies'][0]:.1f} %" in text
     assert "There is only one network: no member can be added." in text
-    assert "There is only one network: no members can disagree." in text
+    assert "There is only one network, so no members can disagree." in text
 
 
 def test_details_agree_with_metrics_json(details: list[Detail]) -> None:

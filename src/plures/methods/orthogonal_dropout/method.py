@@ -53,8 +53,8 @@ class OrthogonalDropout(Ensemble):
     - `roles`: the role of each tensor, from `plures.roles`.
     - `loss`: a function of logits and targets; by default, cross-entropy.
     - `literal_gradient`: prune with the gradient that the paper's appendix prints, for the ablation.
-    - `distill`: the weight in the finetuning loss of agreement with the members trained before; by default, members learn
-      only from the targets.
+    - `distill`: the weight in the finetuning loss of agreement with the members trained before; by default, members
+      learn only from the targets.
     """
 
     def __init__(
