@@ -25,7 +25,7 @@ def test_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(PluresError, match=r"cannot write .*notes.txt: No space left on device; what was"):
+        with pytest.raises(PluresError, match=r"cannot write .*notes.txt: No space left on device; an existing"):
             files.write(path, b"new")
     assert path.read_bytes() == b"old"
     with pytest.raises(ZeroDivisionError), files.replacing(path) as part:  # whatever fails: nothing is left over
