@@ -101,7 +101,7 @@ def test_it_says_that_it_does_not_know_and_why_a_file_has_no_answer(browser, pag
     assert "I do not know" in unsure
     assert "99 % asked for" in unsure
     browser.execute_script(DROP, [1, 2, 3], "text.png", "drop")
-    assert "text.png is damaged or not a picture" in cards(browser, 2)[0]
+    assert "text.png is damaged or not an image" in cards(browser, 2)[0]
 
 
 def test_nothing_is_loaded_from_elsewhere(browser, page):
