@@ -8,18 +8,20 @@ with `engine.predict` on the same pictures in batches, in that process, so that 
 """
 
 import argparse
-import http.client
 import json
 import multiprocessing
 import os
 import random
+import re
+import socket
 import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -66,64 +68,180 @@ def server(pipe: Connection, width: int) -> None:
         time.sleep(0.05)
     votes = model.predictor.predict(inputs, batch_size=limits.batch).members.argmax(-1).T.tolist()
     pipe.send((uvicorn_server.servers[0].sockets[0].getsockname()[1], votes))
-    while (seconds := pipe.recv()) is not None:
-        done, started = 0, time.perf_counter()
-        while time.perf_counter() < started + seconds:
-            model.predictor.predict(inputs, batch_size=limits.batch)
-            done += PICTURES
-        pipe.send(done / (time.perf_counter() - started))
+    used = 0.0
+    while (asked := pipe.recv()) is not None:
+        if asked == "begin":
+            used = time.process_time()
+        elif asked == "end":
+            pipe.send(time.process_time() - used)
+        else:
+            pipe.send(alone(model, inputs, limits.batch, asked))
     uvicorn_server.should_exit = True
     thread.join()
 
 
+def alone(model: Any, inputs: Any, batch: int, seconds: float) -> tuple[float, float]:
+    """Measure the engine without a server: pictures per second, and processor time of a picture."""
+    done, started, used = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() < started + seconds:
+        model.predictor.predict(inputs, batch_size=batch)
+        done += PICTURES
+    return done / (time.perf_counter() - started), (time.process_time() - used) / done
+
+
+class Request(NamedTuple):
+    """A request as it goes over the wire, and which answers are right; a good one has votes."""
+
+    name: str
+    sent: bytes
+    right: set[int]
+    votes: list[int] | None = None
+
+
+def request(name: str, body: bytes, kind: str, right: set[int], votes: list[int] | None = None) -> Request:
+    """Write a request once, so that sending it again costs the machine under test next to nothing."""
+    head = f"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return Request(name, head.encode() + body, right, votes)
+
+
 class Client:
-    """Send requests over one connection that stays open, as browsers and services do."""
+    """Send requests over one connection that stays open, as browsers and services do.
 
-    def __init__(self, port: int, encoded: list[bytes], votes: list[list[int]]) -> None:
+    It shares the processor with the server, so it does as little as it can: answers are read when all is over.
+    """
+
+    def __init__(self, port: int) -> None:
         self.port = port
-        self.encoded = encoded
-        self.votes = votes
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        self.connection: socket.socket | None = None
         self.seconds: list[float] = []
-        self.errors: list[str] = []
+        self.answers: list[tuple[Request, bytes]] = []
 
-    def post(self, body: bytes, kind: str) -> tuple[int, Any]:
-        """Send a request, and read the answer."""
-        try:
-            self.connection.request("POST", "/predict", body, {"Content-Type": kind})
-            response = self.connection.getresponse()
-            return response.status, json.loads(response.read())
-        except (OSError, http.client.HTTPException):
-            self.connection.close()
-            raise
-
-    def good(self, number: int) -> None:
-        """Ask for a picture, and compare the votes."""
+    def send(self, asked: Request) -> None:
+        """Send a request, and keep the answer."""
         started = time.perf_counter()
-        status, found = self.post(*form([("a.png", self.encoded[number])]))
-        self.seconds.append(time.perf_counter() - started)
-        if status != 200 or [int(vote) for vote in found["predictions"][0]["votes"]] != self.votes[number]:
-            self.errors.append(f"picture {number}: {status} {found}")
+        if self.connection is None:
+            self.connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
+        try:
+            self.connection.sendall(asked.sent)
+            answer = self._answer(self.connection)
+        except OSError as error:
+            answer = str(error).encode()
+            self.leave()
+        self.answers.append((asked, answer))
+        if asked.votes is not None:
+            self.seconds.append(time.perf_counter() - started)
 
-    def bad(self, request: tuple[str, bytes, str, set[int]]) -> None:
-        """Send what a stranger might."""
-        name, body, kind, right = request
-        status, found = self.post(body, kind)
-        if status not in right or not found["detail"]:
-            self.errors.append(f"{name}: {status} {found}")
+    def leave(self) -> None:
+        """Close the connection."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def _answer(self, connection: socket.socket) -> bytes:
+        answer = b""
+        while True:
+            head, found, body = answer.partition(b"\r\n\r\n")
+            if found and len(body) >= int(re.search(rb"content-length: (\d+)", head)[1]):  # type: ignore[index]
+                return answer
+            part = connection.recv(1 << 16)
+            if not part:
+                raise ConnectionError(f"the server closed the connection after {answer!r}")
+            answer += part
 
 
-def together(clients: list[Client], work: Any) -> float:
+def mistakes(clients: list[Client]) -> list[str]:
+    """Read all answers, and tell those that are wrong."""
+    return [
+        f"{asked.name}: {answer!r}" for client in clients for asked, answer in client.answers if wrong(asked, answer)
+    ]
+
+
+def wrong(asked: Request, answer: bytes) -> bool:
+    """Tell whether an answer has another status than it should, other votes, or no sentence."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 ") or int(head.split()[1]) not in asked.right:
+        return True
+    found = json.loads(body)
+    if asked.votes is None:
+        return not found["detail"]
+    return [int(vote) for vote in found["predictions"][0]["votes"]] != asked.votes
+
+
+def together(clients: list[Client], work: Callable[[Client], Any]) -> float:
     """Let all clients work at the same time, and return how long it took."""
-    for client in clients:
-        client.connection.close()  # the server has let idle ones go
     threads = [threading.Thread(target=work, args=(client,)) for client in clients]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - started
+    took = time.perf_counter() - started
+    for client in clients:
+        client.leave()  # the server lets idle ones go
+    return took
+
+
+def measure(clients: list[Client], good: list[Request], seconds: float, rounds: int, pipe: Connection) -> list[float]:
+    """Measure the server and the engine alone in turn, and return the ratios of their throughput."""
+
+    def load(client: Client) -> None:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            client.send(random.choice(good))
+
+    ratios = []
+    together(clients, load)  # warm up
+    for client in clients:
+        client.seconds.clear()
+    for _ in range(rounds):
+        before, own = sum(len(client.seconds) for client in clients), time.process_time()
+        pipe.send("begin")
+        took = together(clients, load)
+        count = sum(len(client.seconds) for client in clients) - before
+        used = ask(pipe, "end")
+        alone, alone_used = ask(pipe, seconds)
+        ratios.append(count / took / alone)
+        print(
+            f"served {count / took:.0f} pictures/s, engine alone {alone:.0f}: {ratios[-1]:.2f}; processor time of a "
+            f"picture: server {1000 * used / count:.2f} ms, clients {1000 * (time.process_time() - own) / count:.2f} "
+            f"ms, engine alone {1000 * alone_used:.2f} ms",
+            flush=True,
+        )
+    return ratios
+
+
+def ask(pipe: Connection, question: Any) -> Any:
+    """Ask the process of the server."""
+    pipe.send(question)
+    return pipe.recv()
+
+
+def insult(clients: list[Client], good: list[Request], bad: int, process: psutil.Process) -> float:
+    """Mix bad requests with good ones, and return how much memory they left behind."""
+    strangers = [request(*one) for one in bad_requests(png(pictures()[0]))]
+    each = max(1, bad // len(clients))
+
+    def mixed(count: int) -> float:
+        def work(client: Client) -> None:
+            for number in range(count):
+                client.send(strangers[number % len(strangers)])
+                if number % 10 == 0:
+                    client.send(random.choice(good))
+
+        return together(clients, work)
+
+    def resident() -> int:
+        """Look when the server has nothing in its hands but what it keeps: megabytes of bad requests are let go."""
+        together(clients, lambda client: [client.send(one) for one in good[:4]])
+        return process.memory_info().rss
+
+    mixed(max(len(strangers), each // 5))  # a fifth first, with all kinds among them: caches and pools fill
+    filled = resident()
+    took = mixed(each)
+    growth = resident() / filled - 1
+    count = each * len(clients)
+    print(f"{count} bad requests in {took:.0f} s; memory {filled / 2**20:.0f} MB, {100 * growth:+.1f} %")
+    return growth
 
 
 def main() -> int:
@@ -140,49 +258,16 @@ def main() -> int:
     process = multiprocessing.get_context("spawn").Process(target=server, args=(theirs, options.width), daemon=True)
     process.start()
     port, votes = ours.recv()
-    encoded = [png(pixels) for pixels in pictures()]
-    clients = [Client(port, encoded, votes) for _ in range(options.clients)]
+    forms = [form([("a.png", png(pixels))]) for pixels in pictures()]
+    good = [request(f"picture {n}", *form, {200}, votes[n]) for n, form in enumerate(forms)]
+    clients = [Client(port) for _ in range(options.clients)]
 
-    def load(client: Client) -> None:
-        until = time.perf_counter() + options.seconds
-        while time.perf_counter() < until:
-            client.good(random.randrange(PICTURES))
-
-    ratios = []
-    together(clients, load)  # warm up
-    for client in clients:
-        client.seconds.clear()
-    for _ in range(options.rounds):
-        before = sum(len(client.seconds) for client in clients)
-        took = together(clients, load)
-        served = (sum(len(client.seconds) for client in clients) - before) / took
-        ours.send(options.seconds)
-        alone = ours.recv()
-        ratios.append(served / alone)
-        print(f"served {served:.0f} pictures/s, engine alone {alone:.0f}: {served / alone:.2f}", flush=True)
+    ratios = measure(clients, good, options.seconds, options.rounds, ours)
     seconds = sorted(value for client in clients for value in client.seconds)
     p50, p99 = (seconds[int(len(seconds) * share)] for share in (0.5, 0.99))
     print(f"{len(seconds)} requests of {options.clients} clients: p50 {1000 * p50:.0f} ms, p99 {1000 * p99:.0f} ms")
-
-    memory = psutil.Process(process.pid)
-    strangers = bad_requests(encoded[0])
-    each = options.bad // options.clients
-
-    def mixed(client: Client) -> None:
-        for number in range(each):
-            client.bad(strangers[number % len(strangers)])
-            if number % 10 == 0:
-                client.good(random.randrange(PICTURES))
-
-    each, whole = max(1, each // 5), each  # a fifth first: caches and pools fill
-    together(clients, mixed)
-    each, filled = whole, memory.memory_info().rss
-    took = together(clients, mixed)
-    growth = memory.memory_info().rss / filled - 1
-    errors = [error for client in clients for error in client.errors]
-    print(
-        f"{each * options.clients} bad requests in {took:.0f} s; memory {filled / 2**20:.0f} MB, {100 * growth:+.1f} %"
-    )
+    growth = insult(clients, good, options.bad, psutil.Process(process.pid))
+    errors = mistakes(clients)
     print(f"errors: {len(errors)} {errors[:3]}")
     ours.send(None)
     process.join(60)

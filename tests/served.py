@@ -109,6 +109,7 @@ def bad_requests(good: bytes) -> list[tuple[str, bytes, str, set[int]]]:
     multipart = "multipart/form-data; boundary=line"
     return [
         ("a truncated picture", *form([("a.png", good[:40])]), {422}),
+        ("a truncated one that is called too large", *form([("too large.png", good[:40])]), {422}),
         ("a text file", *form([("a.txt", b"not a picture")]), {422}),
         ("an empty file", *form([("a.png", b"")]), {422}),
         ("a huge picture", *form([("a.png", huge_png())]), {413}),

@@ -53,6 +53,7 @@ def run(path, x, name="inputs", outputs=OUTPUTS):
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options)
     assert tuple(output.name for output in session.get_outputs()) == outputs
+    assert {axes.shape[0] for axes in session.get_inputs()} == {"batch"}
     return [dict(zip(outputs, session.run(None, {name: part.numpy()}), strict=True)) for part in x]
 
 
@@ -269,6 +270,7 @@ def test_the_file_says_what_it_is_and_nothing_of_this_machine(from_pixels):
     assert found["provenance"] == {"data": "birds"}
     assert found["plures"]["method"] == "OrthogonalDropout"
     assert found["plures"]["version"] == plures.__version__
+    assert found["plures"]["calibration"] is None
     assert __file__.encode() not in path.read_bytes()
     assert b"site-packages" not in path.read_bytes()
 

@@ -36,6 +36,11 @@ data.items.add(file);
 document.dispatchEvent(kind === "paste" ? new ClipboardEvent("paste", {clipboardData: data}) :
   new DragEvent("drop", {dataTransfer: data, cancelable: true}));
 """
+SURE = """
+const slider = document.getElementById("below");
+slider.value = arguments[0];
+slider.dispatchEvent(new Event("input"));
+"""
 
 Browser = Any  # selenium brings no types for what it answers
 
@@ -95,8 +100,10 @@ def test_pictures_are_dropped_pasted_chosen_and_answered(browser, page, tmp_path
 
 def test_it_says_that_it_does_not_know_and_why_a_file_has_no_answer(browser, page):
     browser.get(page)
-    browser.execute_script("document.getElementById('below').value = 99")
     browser.execute_script(DROP, list(picture(3)), "unsure.png", "drop")
+    (sure,) = cards(browser, 1)
+    assert "I do not know" not in sure
+    browser.execute_script(SURE, 99)  # answers that are there follow the slider
     (unsure,) = cards(browser, 1)
     assert "I do not know" in unsure
     assert "99 % asked for" in unsure

@@ -33,7 +33,7 @@ def test_a_run_comes_back_without_its_network(published):
     assert torch.equal(plures.from_hub(str(published))(digits), open_run(RUN).ensemble(digits))
 
 
-def test_the_card_says_what_was_measured_and_how_to_load_it(published):
+def test_the_card_says_what_was_measured_and_how_to_load_it(published, monkeypatch):
     card = (published / "README.md").read_text()
     measured = json.loads((RUN / "metrics.json").read_text())
     assert f"| accuracy | {measured['accuracy']:.4f} |" in card
@@ -44,6 +44,8 @@ def test_the_card_says_what_was_measured_and_how_to_load_it(published):
     assert (published / "reliability.png").read_bytes().startswith(b"\x89PNG")
     assert "](reliability.png)" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert str(published.parent) not in card  # a card travels
+    monkeypatch.chdir(published.parent)
     names = {"inputs": torch.randn(2, 1, 8, 8)}
     exec(code, names)
     assert len(names["prediction"]) == 2

@@ -1,6 +1,7 @@
 """Regression in the laboratory: the embedded table, from its rows to a comparison."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,21 @@ def test_numbers_are_compared_by_their_own_columns(runs: Path) -> None:
     assert "RMSE" in table
     assert "CRPS" in table
     assert "accuracy" not in table
+
+
+def test_a_run_of_numbers_is_shared_with_a_card_of_its_own(runs: Path, tmp_path: Path, monkeypatch) -> None:
+    plures.push_to_hub(runs / "split", tmp_path / "diabetes")
+    card = (tmp_path / "diabetes/README.md").read_text()
+    measured = json.loads((runs / "split/metrics.json").read_text())
+    assert f"| root mean squared error | {measured['rmse']:.4f} |" in card
+    assert "test rows of diabetes" in card
+    for word in ("Classifying", "pixels", "picture"):
+        assert word not in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {"inputs": torch.randn(3, 10, 1, 1)}
+    exec(code, names)
+    assert torch.equal(names["prediction"].mean, open_run(runs / "split").ensemble.regress(names["inputs"]).mean)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def _about(
             "outputs": list(answer.outputs),
             "uncertainty": "nats" if isinstance(answer, ClassAnswer) else "variance",
             "stored": stored,
+            "calibration": None if ensemble.calibration is None else ensemble.calibration.summary(),
         }
     }
     if classes is not None:

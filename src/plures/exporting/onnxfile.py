@@ -1,5 +1,6 @@
 """Write a traced ensemble as one ONNX file."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,17 @@ def onnx_bytes(
     for part in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output):
         del part.metadata_props[:]  # lines of the code that was traced, with the paths of this machine
         part.doc_string = ""
+    _name_batch(model.graph)
     return serialised(model, about)
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the axis of any length "batch", for those who look into the file: torch numbers it."""
+    axes = [axis.dim_param for one in graph.input for axis in one.type.tensor_type.shape.dim if axis.dim_param]
+    for one in (*graph.value_info, *graph.input, *graph.output):
+        for axis in one.type.tensor_type.shape.dim:
+            if axis.dim_param:
+                axis.dim_param = re.sub(rf"\b{axes[0]}\b", "batch", axis.dim_param)
 
 
 def serialised(model: Any, about: Mapping[str, str]) -> bytes:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,10 +18,15 @@ from torch import Tensor, nn
 
 from plures import files
 from plures import metrics as measured
+from plures.answers import Prediction
+from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.lab.data import TableInfo
 from plures.lab.evaluation.evaluate import predictions
+from plures.lab.methods import is_code
 from plures.lab.runs.open import Run, open_run
+from plures.losses import is_for_numbers
 from plures.storage import load, save
 from plures.version import __version__
 
@@ -53,12 +58,12 @@ def push_to_hub(
         folder = Path(made)
         if isinstance(source, Ensemble):
             save(source, folder / ENSEMBLE)
-            text, found = card(source, target, metrics, None), predictions
+            text, found = card(source, target, metrics, None, picture=predictions is not None), predictions
         else:
             text, found = _run_into(Path(source), folder, target, data_dir)
         if found is not None:
             (folder / "reliability.png").write_bytes(reliability_png(*found))
-        (folder / "README.md").write_text(text + ("\n![Reliability](reliability.png)\n" if found is not None else ""))
+        (folder / "README.md").write_text(text)
         return _publish(folder, target, private)
 
 
@@ -91,18 +96,23 @@ def from_hub(
 def _run_into(
     run: Path, folder: Path, target: str | Path, data_dir: str | Path | None
 ) -> tuple[str, tuple[Tensor, Tensor] | None]:
-    """Copy what of a run is published, write its card, and predict its test images."""
+    """Copy what of a run is published, write its card, and predict its test images as whoever loads it will."""
     opened = open_run(run)
     for name in READ:
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
     metrics = json.loads((run / METRICS).read_text()) if (run / METRICS).is_file() else None
+    if isinstance(opened.info, TableInfo):  # numbers have no confidence to draw
+        return card(opened.ensemble, target, metrics, opened), None
     try:
         test = opened.data(None if data_dir is None else Path(data_dir)).test
         members, targets = predictions(opened.ensemble, test)
     except PluresError as error:
         return card(opened.ensemble, target, metrics, opened, missing=str(error)), None
-    return card(opened.ensemble, target, metrics, opened), (members.mean(0), targets)
+    learned = opened.ensemble.calibration
+    fitted = learned if isinstance(learned, ClassCalibration) else None
+    said = Prediction.from_members(members, calibration=fitted).probabilities
+    return card(opened.ensemble, target, metrics, opened, picture=True), (said, targets)
 
 
 def _publish(folder: Path, target: str | Path, private: bool) -> str:
@@ -152,20 +162,39 @@ ROWS = {
     "agreement": "agreement of the members (lower is more diverse)",
     "temperature": "temperature fitted on held-out images",
     "calibrated_nll": "negative log-likelihood at that temperature",
+    "calibrated_ece": "expected calibration error at that temperature",
+}
+NUMBER_ROWS = {
+    "rmse": "root mean squared error",
+    "nll": "negative log-likelihood (nats)",
+    "crps": "continuous ranked probability score",
+    "mean_member_nll": "negative log-likelihood of a single member, on average",
+    "calibrated_nll": "negative log-likelihood with the scale fitted on held-out rows",
+    "interval_coverage": "share of true values in the 90 % intervals",
+    "interval_width": "width of these intervals",
+    "target_std": "standard deviation of the target, the unit of all errors and widths above",
 }
 
 
 def card(
-    ensemble: Ensemble, target: str | Path, metrics: Mapping[str, Any] | None, run: Run | None, missing: str = ""
+    ensemble: Ensemble,
+    target: str | Path,
+    metrics: Mapping[str, Any] | None,
+    run: Run | None,
+    *,
+    picture: bool = False,
+    missing: str = "",
 ) -> str:
-    """Write the card as Markdown, with the head that the hub reads."""
+    """Write the card as Markdown, with the head that the hub reads; `missing` says why there is no picture."""
     name = Path(target).name
     head = ["---", "library_name: plures", "tags:", "- uncertainty", "- ensemble", "- plures", "---", ""]
-    about = f"A {type(ensemble).__name__} ensemble, made by [plures](https://pypi.org/project/plures/) {__version__}."
+    about = f"An ensemble by {type(ensemble).__name__} of plures {__version__}."
     parts = [f"# {name}", about, *_data(run), "## Results", *_results(metrics, run)]
+    if picture:
+        parts.append("![How often it is right, against how sure it is](reliability.png)")
     if missing:
         parts.append(f"There is no reliability picture: {missing}.")
-    parts += ["## Intended use", *_use(run), "## How to load it", _loading(target, run)]
+    parts += ["## Intended use", *_use(ensemble, run), "## How to load it", *_loading(ensemble, target, run)]
     return "\n".join(head) + "\n\n".join(parts) + "\n"
 
 
@@ -174,18 +203,21 @@ def reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
     from matplotlib.figure import Figure
 
     table = measured.calibration_table(probabilities, targets)
-    figure = Figure(figsize=(4, 4), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(4, 5), layout="constrained")
+    axes, below = figure.subplots(2, height_ratios=(4, 1), sharex=True)
     axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfectly calibrated")
     some = table.count > 0
-    lower, upper, confidence, accuracy = (
-        column[some].numpy() for column in (table.lower, table.upper, table.confidence, table.accuracy)
+    lower, upper, confidence, accuracy, count = (
+        column[some].numpy() for column in (table.lower, table.upper, table.confidence, table.accuracy, table.count)
     )
     axes.bar(lower, accuracy, upper - lower, align="edge", alpha=0.5)
-    axes.plot(confidence, accuracy, "o", markersize=4, label="this ensemble")
-    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    axes.plot(confidence, accuracy, "o", markersize=4, label="this ensemble", clip_on=False)
+    axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
     axes.set_title(f"{len(targets)} samples, ECE {measured.ece(probabilities, targets):.3f}", fontsize=10)
-    axes.legend(loc="upper left", fontsize=8)
+    # How many samples a bar stands for: one of three samples says little.
+    below.bar(lower, count, upper - lower, align="edge", color="0.6")
+    below.set(yscale="log", ylim=(0.5, None), xlabel="confidence", ylabel="samples")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=150)
     return written.getvalue()
@@ -195,30 +227,67 @@ def _data(run: Run | None) -> list[str]:
     if run is None:
         return []
     info = run.info
-    shape = f"{info.size} x {info.size} pixels, {info.channels} channel{'s' if info.channels > 1 else ''}"
-    return [f"Trained on {info.name}: {len(info.classes)} classes, {shape}, recipe seed {run.recipe.seed}."]
+    shape = f"{len(info.classes)} classes, {info.size} x {info.size} pixels, {_count(info.channels, 'channel')}"
+    if isinstance(info, TableInfo):
+        shape = f"a table of {_count(info.channels, 'column')}"
+    return [f"Trained on {info.name}: {shape}, recipe seed {run.recipe.seed}."]
 
 
 def _results(metrics: Mapping[str, Any] | None, run: Run | None) -> list[str]:
-    rows = [(words, metrics[name]) for name, words in ROWS.items() if metrics and metrics.get(name) is not None]
+    names = NUMBER_ROWS if metrics and "rmse" in metrics else ROWS
+    rows = [(words, metrics[name]) for name, words in names.items() if metrics and metrics.get(name) is not None]
     if not rows:
         return ["Nothing was measured."]
-    images = (metrics or {}).get("images")
-    where = f"On {images} test images of {run.info.name}:" if run is not None and images else "On held-out data:"
-    return [where, "\n".join(["| | |", "|---|---|", *(f"| {words} | {value:.4f} |" for words, value in rows)])]
-
-
-def _use(run: Run | None) -> list[str]:
-    pictures = f"pictures like those of {run.info.name}" if run is not None else "inputs like those it was trained on"
+    samples, kind = (metrics or {}).get("images"), "images" if names is ROWS else "rows"
+    where = f"On {samples} test {kind} of {run.info.name}:" if run is not None and samples else "On held-out data:"
     return [
-        f"Classifying {pictures}, with a confidence that can be acted on: abstain where it is low. `epistemic` grows "
-        "where the members disagree, which is a sign of inputs unlike the training data, not a proof.",
+        where,
+        "\n".join(["| metric | value |", "|---|---|", *(f"| {words} | {value:.4f} |" for words, value in rows)]),
+    ]
+
+
+def _use(ensemble: Ensemble, run: Run | None) -> list[str]:
+    inputs = f"inputs like those of {run.info.name}" if run is not None else "inputs like those it was trained on"
+    unlike = "a sign of inputs unlike the training data, not a proof."
+    if is_for_numbers(ensemble.loss):
+        work = f"Predicting numbers for {inputs}, with a standard deviation: `epistemic` grows"
+    else:
+        how = "with a confidence that can be acted on: abstain where it is low"
+        work = f"Classifying {inputs}, {how}. `epistemic` grows"
+    return [
+        f"{work} where the members disagree, which is {unlike}",
         "Not for decisions about people, nor for data unlike those above, without measuring it there first.",
     ]
 
 
-def _loading(target: str | Path, run: Run | None) -> str:
-    source = f'"{target}"' if run is not None else f'"{target}", network'
-    lines = ["```python", "import plures", "", f"ensemble = plures.from_hub({source})"]
-    given = "# uint8 pixels, normalised as in config.json" if run is not None else ""
-    return "\n".join([*lines, f"prediction = ensemble.predict(inputs)  {given}".rstrip(), "```"])
+def _loading(ensemble: Ensemble, target: str | Path, run: Run | None) -> list[str]:
+    own = run is None or is_code(run.recipe.model)  # the reader has to bring the network
+    asked = "regress" if is_for_numbers(ensemble.loss) else "predict"
+    # A folder may be moved, and where it was is nobody's business: it is called as from the folder around it.
+    place = Path(target).name if _is_folder(target) else target
+    lines = ["import plures", "", f'ensemble = plures.from_hub("{place}"{", network" if own else ""})']
+    code = "\n".join(["```python", *lines, f"prediction = ensemble.{asked}(inputs)", "```"])
+    return [code, *([] if run is None else _preparing(run))]
+
+
+def _preparing(run: Run) -> list[str]:
+    """Say what the inputs are, and who makes them of picture files."""
+    info = run.info
+    scaled = f"minus {_list(info.mean)}, divided by {_list(info.std)}"
+    if isinstance(info, TableInfo):
+        answer = f"answers are in standard deviations of the target, {info.target_std:.6g}, from {info.target_mean:.6g}"
+        return [f"`inputs` are float32 [batch, {info.channels}, 1, 1], the columns {scaled}; {answer}."]
+    shape = f"[batch, {info.channels}, {info.size}, {info.size}]"
+    return [
+        f"`inputs` are float32 {shape}: pixels / 255, {scaled} (per channel).",
+        "The command line does that itself. With this repository in a folder, "
+        "`plures predict FOLDER picture.png` answers for a file and `plures serve FOLDER` over HTTP.",
+    ]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("s" if number != 1 else "")
+
+
+def _list(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in values) + "]"

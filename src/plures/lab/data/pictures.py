@@ -44,6 +44,10 @@ SPLIT_NAMES = {
 }
 
 
+class TooLarge(PluresError):  # noqa: N818 (it says it)
+    """A picture of more bytes or pixels than are read."""
+
+
 class Picture(NamedTuple):
     """One labelled picture, still encoded.
 
@@ -130,7 +134,7 @@ def read_file(path: str | Path) -> bytes:
         size = os.fstat(file.fileno()).st_size
         encoded = file.read(MOST_BYTES + 1) if size <= MOST_BYTES else b""
     if max(size, len(encoded)) > MOST_BYTES:
-        raise PluresError(f"{path} is too large: image files may have at most {MOST_BYTES:,} bytes")
+        raise TooLarge(f"{path} is too large: image files may have at most {MOST_BYTES:,} bytes")
     return encoded
 
 
@@ -161,11 +165,11 @@ def open_picture(encoded: bytes, origin: str) -> Image.Image:
     try:
         picture = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise PluresError(too_large) from error
+        raise TooLarge(too_large) from error
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
         raise PluresError(f"{origin} is damaged or not an image: remove it or save it again as PNG or JPEG") from error
     if picture.width * picture.height > MOST_PIXELS:
-        raise PluresError(too_large)
+        raise TooLarge(too_large)
     if min(picture.size) < 1:
         raise PluresError(f"{origin} is an image without pixels: remove it or save it again as PNG or JPEG")
     if picture.mode.startswith(DEEP_MODES):
@@ -189,7 +193,7 @@ def decode(picture: Image.Image, channels: int, origin: str) -> Image.Image:
         mode = "L" if channels == 1 else "RGB"
         return picture if picture.mode == mode else picture.convert(mode)
     except MemoryError as error:
-        raise PluresError(f"{origin} is too large for the free memory: make it smaller") from error
+        raise TooLarge(f"{origin} is too large for the free memory: make it smaller") from error
     except Exception as error:  # as above: a truncated file shows itself only now
         raise PluresError(f"{origin} is damaged: remove it or save it again as PNG or JPEG") from error
 

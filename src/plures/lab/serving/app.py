@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 
 from plures.errors import PluresError
+from plures.lab.data.pictures import TooLarge
 from plures.lab.runs.open import Run
 from plures.lab.serving.batching import Batcher, Model, Row
 from plures.lab.serving.counters import Counters, Watched
@@ -134,11 +135,14 @@ async def _pictures(
     loop = asyncio.get_running_loop()
     jobs = [loop.run_in_executor(decoders, prepare, picture, model.info, limits) for picture in asked.pictures]
     outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-    found, failed, status = [], [], 200
+    found: list[tuple[str, Any]] = []
+    failed: list[dict[str, str]] = []
+    status = 200
     for picture, outcome in zip(asked.pictures, outcomes, strict=True):
         if isinstance(outcome, PluresError):
+            if not failed:  # the status is of the one that `detail` tells of
+                status = 413 if isinstance(outcome, TooLarge) else 422
             failed.append({"file": picture.name, "error": str(outcome)})
-            status = 413 if "too large" in str(outcome) else 422
         elif isinstance(outcome, BaseException):
             raise outcome
         else:

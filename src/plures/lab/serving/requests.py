@@ -16,8 +16,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from plures.checks import number, whole_number
-from plures.errors import PluresError, visible
-from plures.lab.data.pictures import centre, decode, open_picture, to_pixels, to_square
+from plures.errors import visible
+from plures.lab.data.pictures import TooLarge, centre, decode, open_picture, to_pixels, to_square
 from plures.lab.data.split import DataInfo
 
 
@@ -91,7 +91,7 @@ def prepare(picture: Picture, info: DataInfo, limits: Limits) -> npt.NDArray[np.
     opened = open_picture(picture.encoded, picture.name)
     if opened.width * opened.height > limits.pixels:
         most = f"images may have at most {limits.pixels:,} pixels"
-        raise PluresError(f"{picture.name} is too large: {most}; make it smaller")
+        raise TooLarge(f"{picture.name} is too large: {most}; make it smaller")
     decoded = decode(opened, info.channels, picture.name)
     return to_pixels(centre(to_square(decoded, info.cache_size), info.size)).copy()
 
@@ -120,7 +120,8 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
         yield body
 
     boundary = parse_options_header(request.headers["content-type"])[1].get(b"boundary", b"")
-    if not boundary or not body.rstrip().endswith(b"--" + boundary + b"--"):
+    end = b"--" + boundary + b"--"
+    if not boundary or not body[-len(end) - 64 :].rstrip().endswith(end):
         raise Refused(422, f"the form is cut short or has no boundary: {HOW}")
     parser = MultiPartParser(request.headers, stream(), max_files=limits.pictures, max_fields=8)  # type: ignore[arg-type]
     try:
