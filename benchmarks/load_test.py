@@ -42,14 +42,13 @@ def pictures() -> np.ndarray:
 def server(pipe: Connection, width: int) -> None:
     """Serve until told to stop; between loads, measure the engine alone."""
     import torch
-    import uvicorn
 
     import plures
     from plures.lab.data import DataInfo
     from plures.lab.models import build
     from plures.lab.recipes import get_recipe
     from plures.lab.runs.open import Run
-    from plures.lab.serving.app import make_app
+    from plures.lab.serving.app import server_for
     from plures.lab.serving.batching import Model
     from plures.lab.serving.requests import Limits
 
@@ -61,13 +60,13 @@ def server(pipe: Connection, width: int) -> None:
     model = Model(Run(Path("load"), "orthogonal-dropout", get_recipe("cifar10"), info, "", ensemble))
     limits = Limits()
     inputs = info.normalise(torch.from_numpy(pictures()))
-    uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(model, limits), port=0, log_level="critical"))
-    thread = threading.Thread(target=uvicorn_server.run)
+    served = server_for(model, "127.0.0.1", 0, limits)
+    thread = threading.Thread(target=served.run)
     thread.start()
-    while not uvicorn_server.started:
+    while not served.started:
         time.sleep(0.05)
     votes = model.predictor.predict(inputs, batch_size=limits.batch).members.argmax(-1).T.tolist()
-    pipe.send((uvicorn_server.servers[0].sockets[0].getsockname()[1], votes))
+    pipe.send((served.servers[0].sockets[0].getsockname()[1], votes))
     used = 0.0
     while (asked := pipe.recv()) is not None:
         if asked == "begin":
@@ -76,7 +75,7 @@ def server(pipe: Connection, width: int) -> None:
             pipe.send(time.process_time() - used)
         else:
             pipe.send(alone(model, inputs, limits.batch, asked))
-    uvicorn_server.should_exit = True
+    served.should_exit = True
     thread.join()
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 from PIL import Image
 
 from plures.lab.runs.open import open_run
-from plures.lab.serving.app import make_app
+from plures.lab.serving.app import server_for
 from plures.lab.serving.batching import Model
 from plures.lab.serving.requests import Limits
 
@@ -30,7 +29,7 @@ def serving(folder: Path, limits: Limits) -> Iterator[int]:
     """Serve a run in a thread, and give the port."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(make_app(Model(open_run(folder)), limits), log_level="critical"))
+        server = server_for(Model(open_run(folder)), "127.0.0.1", 0, limits)
         started = threading.Event()
         startup = server.startup
 

@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,6 +37,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 ONE_OF_EACH = list({method[0]: method for method in METHODS if method[0] not in RANDOM_PREDICTION}.values())
 OUTPUTS = ClassAnswer.outputs
 SPLIT = ("OrthogonalDropout", {"members": 2})
+GUIDE = Path(__file__).parent.parent / "docs/guide/deploying.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -408,6 +411,16 @@ def test_a_run_becomes_a_file_that_takes_pixels(tmp_path, capsys):
     assert about["classes"] == list(opened.info.classes)
     assert about["preprocessing"]["mean"] == list(opened.info.mean)
     assert about["provenance"]["fingerprint"] == opened.fingerprint
+    # The application of the guide, which has neither plures nor torch.
+    guide: dict[str, Any] = {}
+    exec(re.search(r"```python\n(import json\nimport numpy, .*?)```", GUIDE.read_text(), re.DOTALL)[1], guide)
+    for seed in range(5):
+        image = torch.randint(0, 256, (1, 8, 8, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        Image.fromarray(image[0, :, :, 0].numpy()).save(tmp_path / "digit.png")
+        label, confidence = guide["classify"](tmp_path / "digit.png", tmp_path / "digits.onnx")
+        expected = opened.ensemble.predict(opened.info.normalise(image))
+        assert label == opened.info.classes[int(expected.label)]
+        assert confidence == pytest.approx(float(expected.confidence), abs=1e-4)
 
 
 def test_int8_tells_the_accuracy_that_it_costs(tmp_path, capsys, monkeypatch):

@@ -162,9 +162,13 @@ def test_a_client_that_hangs_is_let_go_and_others_are_answered_meanwhile(port):
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(head)
         assert post(port, picture(0))[0] == 200
-    with serving(RUN, Limits(read=0.05)) as impatient, socket.create_connection(("127.0.0.1", impatient)) as client:
-        client.sendall(head)
-        assert client.recv(12) == b"HTTP/1.1 408"
+    with serving(RUN, Limits(read=0.05)) as impatient:
+        for sent in (head, head[:30], b""):  # no more than a part of the body, a part of the head, nothing
+            with socket.create_connection(("127.0.0.1", impatient)) as client:
+                client.sendall(sent)
+                answer = b"".join(iter(lambda: client.recv(1000), b""))  # until the server closes
+                assert answer.startswith(b"HTTP/1.1 408"), sent
+                assert json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
 
 
 def test_too_many_waiting_pictures_are_refused_and_the_others_answered():

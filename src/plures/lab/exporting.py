@@ -61,7 +61,8 @@ def about(run: Run) -> dict[str, Any]:
         "preprocessing": {
             "input": "uint8 pixels [batch, height, width, channels], normalised inside the file",
             "size": info.size,
-            "resize": f"shorter side to {info.cache_size} (bicubic), middle {info.size} x {info.size} kept",
+            "resize": f"a square of a multiple of {info.cache_size} averaged down to it, otherwise the shorter side to "
+            f"{info.cache_size} (bicubic, antialiased); then the middle {info.size} x {info.size} kept",
             "channels": info.channels,
             "mean": list(info.mean),
             "std": list(info.std),

@@ -281,7 +281,7 @@ def _preparing(run: Run) -> list[str]:
     return [
         f"`inputs` are float32 {shape}: pixels / 255, {scaled} (per channel).",
         "The command line does that itself. With this repository in a folder, "
-        "`plures predict FOLDER picture.png` answers for a file and `plures serve FOLDER` over HTTP.",
+        "`plures predict FOLDER image.png` predicts a file, and `plures serve FOLDER` answers over HTTP.",
     ]
 
 

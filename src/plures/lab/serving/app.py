@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +19,7 @@ from plures.errors import PluresError
 from plures.lab.data.pictures import TooLarge
 from plures.lab.runs.open import Run
 from plures.lab.serving.batching import Batcher, Model, Row
+from plures.lab.serving.connections import Patient
 from plures.lab.serving.counters import Counters, Watched
 from plures.lab.serving.requests import Asked, Limits, Refused, prepare, read_request
 from plures.version import __version__
@@ -85,7 +87,7 @@ def make_app(model: Model, limits: Limits) -> FastAPI:
 
     @app.exception_handler(Refused)
     async def refuse(_request: Request, refused: Refused) -> JSONResponse:
-        more = {"Retry-After": "1"} if refused.status == 503 else {}
+        more = {408: {"Connection": "close"}, 503: {"Retry-After": "1"}}.get(refused.status, {})
         return JSONResponse({"detail": refused.sentence}, refused.status, more)
 
     @app.exception_handler(ClientDisconnect)
@@ -178,12 +180,13 @@ MOST_CONNECTIONS = 128
 SECONDS_TO_END = 30  # that requests have to end when the server is stopped
 
 
-def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server:
-    """Make the server of a run, not started yet."""
+def server_for(model: Model, host: str, port: int, limits: Limits) -> uvicorn.Server:
+    """Make the server of a model, not started yet."""
     config = uvicorn.Config(
-        make_app(Model(run), limits),
+        make_app(model, limits),
         host=host,
         port=port,
+        http=partial(Patient, seconds=limits.read),  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -195,7 +198,7 @@ def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server
 
 def serve(run: Run, host: str, port: int, limits: Limits) -> None:
     """Serve a run until SIGINT or SIGTERM; requests that are under way are answered first."""
-    server = server_for(run, host, port, limits)
+    server = server_for(Model(run), host, port, limits)
     print(f"http://{host}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:
         server.run()
