@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # One thread per test process: two processes beat two threads on small tensors.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types attack bench load-test docs docs-site digits clean
+.PHONY: demo test lint types attack memcheck bench load-test docs docs-site digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
@@ -26,10 +26,14 @@ types: $(READY)
 attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--only damaged --files 100' for less
 	cd tests && $(TEST_THREADS) ../$(BIN)/python -m attack $(ATTACK)
 
+# The tiles of AVX2 (8 lanes) and of AVX-512 (16), in vectors that every CPU can run.
 memcheck:  ## the native kernels under AddressSanitizer, over random layers
-	$(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=8 -DNAME=kernels_portable \
-	    -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/library.c -o /tmp/plures-memcheck -lm
-	/tmp/plures-memcheck
+	mkdir -p build
+	for lanes in 8 16; do \
+	    $(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=$$lanes -DNAME=kernels_portable \
+	        -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/library.c -o build/memcheck -lm \
+	        && build/memcheck || exit 1; \
+	done
 
 bench: $(READY)  ## ratios measured side by side in one run: eleven minutes on two idle cores
 	$(BIN)/plures bench --full --out benchmarks

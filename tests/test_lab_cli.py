@@ -22,10 +22,12 @@ from plures.errors import visible
 from plures.lab import recipes
 from plures.lab.cli.main import commands, main
 from plures.lab.compare.jobs import Comparison, Variant
+from plures.lab.evaluation.evaluate import engine_of, fastest
 from plures.lab.methods import METHOD_NAMES, kebab, method_class, method_options
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import open_run
 
 SMALL = [
     *("--model", "mlp", "--width", "32", "--members", "2", "--limit", "300", "--validation", "0.1"),
@@ -527,6 +529,7 @@ def test_predictions_as_json_agree_with_the_table(
     found = json.loads(capsys.readouterr().out)
     assert sorted(one["file"] for one in found["predictions"]) == sorted(map(str, files))
     assert found["failed"] == []
+    assert found["engine"] == engine_of(fastest(open_run(run).ensemble))
     for one in found["predictions"]:
         assert one["label"] in "0123456789"
         assert len(one["votes"]) == 2
@@ -538,6 +541,7 @@ def test_predictions_as_json_agree_with_the_table(
     assert str(files[0]) in table
     assert f"{100 * first['confidence']:.1f} %" in table
     assert ", ".join(first["votes"]) in table
+    assert (f"engine: {found['engine']}" in table) == (found["engine"] is not None)
 
 
 def test_bad_pictures_are_named_and_the_others_predicted(

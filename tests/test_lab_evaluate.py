@@ -8,11 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import networks
+import plures
 from plures import PluresError, metrics
 from plures.ensemble import Ensemble, Stage, Step
 from plures.lab.data import Data, DataInfo, Split
 from plures.lab.evaluation.corruptions import CORRUPTIONS
-from plures.lab.evaluation.evaluate import evaluate, evaluate_ood, evaluate_shift, predictions, scores
+from plures.lab.evaluation.evaluate import (
+    engine_of,
+    evaluate,
+    evaluate_ood,
+    evaluate_shift,
+    fastest,
+    predictions,
+    scores,
+)
+from plures.native import library
 
 INFO = DataInfo("stripes", ("dark", "bright"), 1, 4, 4, False, (0.5,), (0.25,))
 
@@ -74,6 +85,17 @@ def test_metrics_are_those_of_plures_metrics() -> None:
     assert found["agreement"] == metrics.agreement(members, targets)
     assert found["member_accuracies"] == metrics.member_accuracies(members, targets)
     assert found["mean_member_accuracy"] == pytest.approx(np.mean(found["member_accuracies"]))
+
+
+def test_an_evaluation_names_the_engine_that_predicted() -> None:
+    assert evaluate(Brightness([0.0]), data())["engine"] is None
+    ensemble = plures.OrthogonalDropout(networks.mlp(), 2)
+    for _ in ensemble.stages():
+        pass
+    assert engine_of(fastest(ensemble)) == "unfolded"
+    assert engine_of(ensemble.engine("lean")) == "lean"
+    if library.why_unavailable() is None:
+        assert engine_of(ensemble.engine("owned")) == f"owned ({library.load().instructions})"
 
 
 def test_temperature_comes_from_the_validation_images() -> None:

@@ -244,7 +244,7 @@ def quick_compiler() -> Iterator[None]:
     """What is compiled here is compiled fast, not for speed."""
     with pytest.MonkeyPatch.context() as patch:
         library.load()  # with the flags that users have
-        patch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O2" else flag for flag in build.FLAGS))
+        patch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
         yield
 
 
@@ -312,6 +312,48 @@ def test_why_there_is_no_library(tmp_path):
     assert "use 0, 1 or one of avx512, avx2, portable" in why(tmp_path, PLURES_NATIVE="yes")
     assert "no C compiler" in why(tmp_path, CC="no-such-compiler")
     assert "cannot be compiled" in why(tmp_path, CC="false")
+
+
+@pytest.fixture(scope="module")
+def sixteen_lanes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source as it is compiled for AVX-512, in vectors that every CPU can run."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    wide = build.Level(build.LEVELS["avx512"].lanes, ("-DPLURES_PLAIN",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(build.LEVELS, "portable", wide)
+        return build.compile_into(tmp_path_factory.mktemp("sixteen"), ["portable"])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(3, 3), (1, 1)])
+def test_the_tiles_of_avx512_are_torchs_own(sixteen_lanes, monkeypatch, whole, stride, size):
+    wide = library.Library(sixteen_lanes, "portable")
+    monkeypatch.setattr("plures.native.operators.load", lambda: wide)
+    members, batch, padding = 3, 19, size[0] // 2
+    weight = torch.randn(9, 70, *size, generator=generator(0)) / 25
+    owners = drawn_owners((9, 70, 1, 1) if whole else tuple(weight.shape), members, 0)
+    lists = kernel_lists(weight, owners, list(range(members)))
+    x = torch.randn(members * batch, 70, 9, 11, generator=generator(1))
+    bias = torch.randn(members, 9, generator=generator(2))
+    expected = torch.cat(
+        [F.conv2d(part, weight * (owners == m), bias[m], stride, padding) for m, part in enumerate(x.chunk(members))]
+    )
+    for lanes in (1, wide.lanes):
+        settings_of = (size, (stride, stride), (padding, padding), *lists[3:], False)
+        found = convolution(block(x, members, lanes), None, *lists[:3], bias, *settings_of)
+        agrees(unblock(found, batch), expected)
+
+
+def test_blocks_of_avx512_are_torchs_own(sixteen_lanes, monkeypatch):
+    monkeypatch.setattr("plures.native.operators.load", lambda: library.Library(sixteen_lanes, "portable"))
+    weight = torch.randn(21, 600, generator=generator(0)) / 25
+    owners = drawn_owners((3, 600), 3, 0)
+    lists, x = block_lists(weight, owners, [0, 1, 2]), torch.randn(3, 31, 600, generator=generator(1))
+    spread = owners.repeat_interleave(8, 0)[:21]
+    found = block_linear(x, *lists[:3], torch.zeros(3, 21), *lists[3:5], False)
+    agrees(found, torch.stack([x[m] @ (weight * (spread == m)).T for m in range(3)]))
 
 
 def test_avx512_kernels_compile(compiler, tmp_path):

@@ -15,8 +15,8 @@ from plures.lab.models import resnet18
 from plures.lab.timing import size
 from plures.lab.timing.measure import VisionTransformer
 from plures.methods.orthogonal_dropout.engines.lean import Lean
-from plures.methods.orthogonal_dropout.engines.owned import Owned
-from plures.methods.orthogonal_dropout.engines.owned_tree import Tree
+from plures.methods.orthogonal_dropout.engines.owned.engine import Owned
+from plures.methods.orthogonal_dropout.engines.owned.tree import Tree
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.native import library
 
@@ -344,9 +344,13 @@ def test_the_benchmark_measures_the_engine(threads) -> None:
 
     small = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
     found = [
-        owned_ratio(small, "kernel", 2, batch=2, rounds=1, bar=1e9, threads=threads),
+        *owned_ratio(small, "kernel", 2, batch=2, rounds=1, bar=1e9, threads=threads, bf16=True),
         growth_ratio(small, batch=2, rounds=1, threads=threads),
     ]
     assert all(0 < one.value < 1e9 for one in found)
     assert found[0].met
+    assert [one.name for one in found[:2]] == [
+        "owned prediction of 2 members / one plain network",
+        "owned prediction of 2 members / one plain network in bf16",
+    ]
     assert library.load().instructions in found[0].setting

@@ -95,6 +95,8 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
         ["member accuracy", percent(found["mean_member_accuracy"]), _each(found["member_accuracies"])],
         ["agreement", figure(found["agreement"]), "1: members fail together; 0: independently"],
     ]
+    if found.get("engine"):
+        rows.append(["engine", found["engine"], "what predicted"])
     return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SOURCES = ("owned.h", "kernels.c", "library.c")
-FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 
 
 class Level(NamedTuple):

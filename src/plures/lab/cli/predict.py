@@ -55,6 +55,7 @@ class Predict:
     def __call__(self) -> int:
         """Predict, and show the votes of the members."""
         from plures.lab import tables
+        from plures.lab.evaluation.evaluate import engine_of, fastest
         from plures.lab.evaluation.predict import Answer, Failure, Wanted, predict_files
         from plures.lab.runs.open import open_run
 
@@ -62,13 +63,16 @@ class Predict:
             raise PluresError("there are no images to predict: give files or folders after the run")
         run = open_run(self.run, trust_code=self.trust_code)
         run.need_pictures("plures predict")
-        results = list(predict_files(run, self.images, Wanted(self.abstain_below, self.coverage, self.risk)))
+        predictor = fastest(run.ensemble)
+        engine, wanted = engine_of(predictor), Wanted(self.abstain_below, self.coverage, self.risk)
+        results = list(predict_files(run, self.images, wanted, predictor))
         answers = [result for result in results if isinstance(result, Answer)]
         failures = [result for result in results if isinstance(result, Failure)]
         for failure in failures:
             print(f"plures: {failure.error}", file=sys.stderr)
         if self.json:
-            print_json({"predictions": [asdict(one) for one in answers], "failed": [asdict(one) for one in failures]})
+            found = {"predictions": [asdict(one) for one in answers], "failed": [asdict(one) for one in failures]}
+            print_json(found | {"engine": engine})
         elif answers:
-            tables.show(tables.answers_table(answers))
+            tables.show(tables.answers_table(answers), *([] if engine is None else [f"engine: {engine}"]))
         return 2 if failures else 0

@@ -223,8 +223,17 @@ def about(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "command": shlex.join(["plures", *sys.argv[1:]]),
         "training time of all runs, one core each": duration(seconds),
+        **engines(rows),
         "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
     }
+
+
+def engines(rows: Sequence[Row]) -> dict[str, str]:
+    """Name the engines that predicted the test images, for the rows that have them."""
+    named = {row.name: dict.fromkeys(run.metrics.get("engine") for run in row.runs) for row in rows}
+    found = {name: ", ".join(engine for engine in one if engine) for name, one in named.items()}
+    said = "; ".join(f"{name}: {one}" for name, one in found.items() if one)
+    return {"predicted by the engine": said} if said else {}
 
 
 def as_csv(rows: Sequence[Row]) -> str:

@@ -14,6 +14,7 @@ from plures.lab.data import read_image
 from plures.lab.data.pictures import EXTENSIONS, pictures_below, reading
 from plures.lab.evaluation.evaluate import BATCH, device_of
 from plures.lab.runs.open import Run
+from plures.prediction import Predictor
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,16 @@ class Wanted:
     risk: float | None = None  # give labels of which at most this share is wrong
 
 
-def predict_files(run: Run, paths: Sequence[Path], wanted: Wanted) -> Iterator[Answer | Failure]:
+def predict_files(
+    run: Run, paths: Sequence[Path], wanted: Wanted, predictor: Predictor | None = None
+) -> Iterator[Answer | Failure]:
     """Predict every picture, or say why it cannot be: one bad file does not stop the others.
 
-    for result in predict_files(run, [Path("wren.png")], Wanted(coverage=0.9)): ...
+        for result in predict_files(run, [Path("wren.png")], Wanted(coverage=0.9)): ...
+
+    `predictor` is what predicts for the run's ensemble: an engine, or the ensemble itself if not given.
     """
+    predictor = predictor or run.ensemble
     if run.ensemble.calibration is None and (wanted.coverage is not None or wanted.risk is not None):
         raise PluresError(
             f"the run in {run.path} is not calibrated, so it can guarantee nothing: it had no validation images, or an "
@@ -81,16 +87,18 @@ def predict_files(run: Run, paths: Sequence[Path], wanted: Wanted) -> Iterator[A
         except PluresError as error:
             yield Failure(visible(str(path)), str(error))
         if len(waiting) == BATCH:
-            yield from _predict(run, waiting, wanted)
+            yield from _predict(run, predictor, waiting, wanted)
             waiting = []
     if waiting:
-        yield from _predict(run, waiting, wanted)
+        yield from _predict(run, predictor, waiting, wanted)
 
 
-def _predict(run: Run, pictures: list[tuple[Path, np.ndarray]], wanted: Wanted) -> Iterator[Answer]:
+def _predict(
+    run: Run, predictor: Predictor, pictures: list[tuple[Path, np.ndarray]], wanted: Wanted
+) -> Iterator[Answer]:
     pixels = torch.from_numpy(np.stack([pixels for _, pixels in pictures]))
     inputs = run.info.normalise(pixels).to(device_of(run.ensemble))
-    prediction = run.ensemble.predict(inputs, abstain_below=wanted.abstain_below)
+    prediction = predictor.predict(inputs, abstain_below=wanted.abstain_below)
     sets = None if wanted.coverage is None else prediction.sets(wanted.coverage)
     if wanted.risk is not None:
         careful = prediction.abstain(wanted.risk)

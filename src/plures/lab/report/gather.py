@@ -19,7 +19,7 @@ from torch import Tensor
 from plures import metrics
 from plures.lab.compare.rows import Row
 from plures.lab.data import Split
-from plures.lab.evaluation.evaluate import predictions
+from plures.lab.evaluation.evaluate import engine_of, fastest, predictions
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
 from plures.metrics import CalibrationTable
@@ -67,6 +67,7 @@ class Detail:
     colour: str
     seed: int
     metrics: Mapping[str, Any]  # as in metrics.json
+    engine: str | None  # what answered the test images again, if not the ensemble itself
     alone: CalibrationTable  # of the members' answers, each for itself
     alone_ece: float  # of one member, on average
     together: CalibrationTable  # of the ensemble's answers
@@ -89,7 +90,8 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
     run = open_run(row.runs[0].path, trust_code=trust_code)
     run.need_pictures("plures report")
     test = run.data(data_dir).test
-    members, targets = predictions(run.ensemble, test)
+    predictor = fastest(run.ensemble)
+    members, targets = predictions(run.ensemble, test, predictor=predictor)
     mean = members.mean(0)
     confidence, label = mean.max(-1)
     right = label == targets
@@ -103,6 +105,7 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
         colour=colour,
         seed=run.recipe.seed,
         metrics=row.runs[0].metrics,
+        engine=engine_of(predictor),
         alone=metrics.calibration_table(*pooled),
         alone_ece=statistics.fmean(metrics.ece(one, targets) for one in members),
         together=metrics.calibration_table(mean, targets),

@@ -14,6 +14,7 @@ from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import TableInfo
+from plures.lab.evaluation.evaluate import fastest
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, device_for, network_for, open_run
@@ -43,7 +44,7 @@ class Costs:
     """What a run costs relative to one network of its recipe."""
 
     size: float  # of the file
-    prediction: float  # time
+    prediction: float  # time, by the fastest engine that the method has
     epochs: float  # training, in epochs of one network
 
 
@@ -77,7 +78,7 @@ def _measure(run: Run) -> Costs:
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     loss = {"loss": run.ensemble.loss} if numbers else {}
     fresh = type(run.ensemble)(network, **RunFolder(run.path).config()["options"], **loss).to(device_for())
-    asked, plain = (one.regress if numbers else one.predict for one in (run.ensemble, single))
+    asked, plain = (one.regress if numbers else one.predict for one in (fastest(run.ensemble), single))
     with one_thread() as clock:
         return Costs(
             # Without what was learned from held-out images, which the single network's file would hold as well.

@@ -18,9 +18,11 @@ from plures.lab.timing.measure import (
     finished,
     images,
     one_thread,
+    prediction,
     timed,
 )
 from plures.lab.timing.size import held, owned_memory
+from plures.lab.training.distributed import resolve
 from plures.native import library
 
 # Network, granularity, members, batch and bar (AVX-512, AVX2): the bar of a CPU without either is AVX2's.
@@ -49,26 +51,43 @@ def owned_ratios(rounds: int = 5, threads: int | None = None) -> Iterator[Ratio 
         return
     wide = library.load().instructions == "avx512"
     for subject, granularity, members, batch, bars in ROWS:
-        yield owned_ratio(subject, granularity, members, batch, rounds, bars[0 if wide else 1], threads)
+        yield from owned_ratio(subject, granularity, members, batch, rounds, bars[0 if wide else 1], threads)
     yield growth_ratio(RESNET18, 16, rounds, threads)
     for granularity, bar in MEMORY_BARS.items():
         yield memory_ratio(RESNET18, granularity, bar)
 
 
 def owned_ratio(
-    subject: Subject, granularity: str, members: int, batch: int, rounds: int, bar: float | None, threads: int | None
-) -> Ratio:
-    """Compare all members in the owned engine with one plain network, plain or channels last, whichever is faster."""
+    subject: Subject,
+    granularity: str,
+    members: int,
+    batch: int,
+    rounds: int,
+    bar: float | None,
+    threads: int | None,
+    bf16: bool | None = None,
+) -> Iterator[Ratio]:
+    """Compare all members in the owned engine with one plain network, plain or channels last, whichever is faster.
+
+    Where the processor multiplies in bf16, and plain networks are faster for it, a second ratio is to the plain network
+    in bf16; the engine itself multiplies float32. `bf16` says so in the processor's place.
+    """
     ensemble = finished(subject.make(), members, granularity)
     plain = ensemble.checkout(0)
     last = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     inputs, _ = images(batch)
     reordered = inputs.contiguous(memory_format=torch.channels_last)
     engine = ensemble.engine("owned")
-    actions: list[Action] = [lambda: plain(inputs), lambda: last(reordered), lambda: engine(inputs)]
-    samples = [owned / min(first, second) for first, second, owned in _rounds(actions, rounds, threads)]
+    dense: list[Action] = [lambda: plain(inputs), lambda: last(reordered)]
+    half: list[Action] = [prediction(plain, inputs, "bf16"), prediction(last, reordered, "bf16")]
+    if bf16 is None:
+        bf16 = resolve("auto", inputs.device) == "bf16"
+    found = list(_rounds([lambda: engine(inputs), *dense, *(half if bf16 else [])], rounds, threads))
     setting = f"{subject.name}, batch {batch}, {granularity} granularity, float32, {_about(threads)}"
-    return Ratio.of(f"owned prediction of {members} members / one plain network", setting, samples, bar)
+    name = f"owned prediction of {members} members / one plain network"
+    yield Ratio.of(name, setting, [owned / min(first, second) for owned, first, second, *_ in found], bar)
+    if bf16:
+        yield Ratio.of(f"{name} in bf16", setting, [one[0] / min(one[3:]) for one in found])
 
 
 def growth_ratio(subject: Subject, batch: int, rounds: int, threads: int | None, bar: float = 1.25) -> Ratio:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -17,13 +18,14 @@ from plures.losses import Loss
 from plures.methods.orthogonal_dropout.distilling import Distilled, check_share, opinion
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
-from plures.methods.orthogonal_dropout.engines.owned import Owned, faster_than_unfolded, owned_bytes
+from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, faster_than_unfolded, owned_bytes
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.file import check_stored, draft_from, expected_bytes, from_tensors, to_tensors
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of, put_on, unmasked
 from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled
 from plures.methods.orthogonal_dropout.phases import Finetune, Phase, Pretrain, Progress, Prune, Train
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
+from plures.native.library import why_unavailable
 from plures.seeding import check_seed
 from plures.tensors import Moments, canonical, moments, own_tensors, places, restart, shell, tensors
 
@@ -291,16 +293,25 @@ class OrthogonalDropout(Ensemble):
         one_of("kind", kind, (None, *get_args(Kind)))
         ready = self._all_ready()
         if kind is None:
-            unfolded = len(ready) * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
-            if (memory is None or owned_bytes(self.split) <= memory) and faster_than_unfolded(self.split):
-                kind = "owned"
-            else:
-                kind = "unfolded" if memory is None or unfolded <= memory else "lean"
-            log.info("engine: %s", kind)
+            kind = self._fastest(len(ready), memory)
         engines: dict[str, Callable[[Split, bool], Engine]] = {"owned": Owned, "unfolded": Unfolded, "lean": Lean}
         engine = engines[kind](self.split, fold)
         engine.loss, engine.calibration = self.loss, self.calibration
         return engine
+
+    def _fastest(self, members: int, memory: int | None) -> Kind:
+        """Name the fastest engine whose weights fit into some bytes; say in the log where only a library is missing."""
+        kind: Kind = "unfolded"
+        unfolded = members * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
+        if (memory is None or owned_bytes(self.split) <= memory) and faster_than_unfolded(self.split):
+            kind = "owned"
+        elif memory is not None and unfolded > memory:
+            kind = "lean"
+        reason = why_unavailable()
+        if reason is not None and os.environ.get("PLURES_NATIVE") != "0":
+            log.warning("the %s engine predicts, because the faster one cannot be had: %s", kind, reason)
+        log.info("engine: %s", kind)
+        return kind
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
         values = self.split.member(member)

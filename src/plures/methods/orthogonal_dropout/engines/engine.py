@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,7 +27,13 @@ class Engine(Predictor, ABC):
     engine holds the members that were trained when it was created: create another after further training.
     """
 
+    kind: ClassVar[str]
     members: list[int]
+
+    @property
+    def about(self) -> str:
+        """What predicts, in a word or two."""
+        return self.kind
 
     @abstractmethod
     def run(self, index: int, batches: list[Any]) -> Tensor:

@@ -23,6 +23,8 @@ class Lean(Engine):
     The same bits come out as of `Unfolded`.
     """
 
+    kind = "lean"
+
     def __init__(self, split: Split, fold: bool = True) -> None:
         super().__init__()
         self.members = split.trained

@@ -17,6 +17,8 @@ class Unfolded(Engine):
     engine = ensemble.engine("unfolded")
     """
 
+    kind = "unfolded"
+
     def __init__(self, split: Split, fold: bool = True) -> None:
         super().__init__()
         self.members = split.trained

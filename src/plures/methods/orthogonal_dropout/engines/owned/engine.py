@@ -9,9 +9,9 @@ from torch import Tensor, fx, nn
 from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms, foldable
-from plures.methods.orthogonal_dropout.engines.owned_graph import Rewriter
-from plures.methods.orthogonal_dropout.engines.owned_layers import Parts
-from plures.methods.orthogonal_dropout.engines.owned_tree import Tree
+from plures.methods.orthogonal_dropout.engines.owned.graph import Rewriter
+from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
+from plures.methods.orthogonal_dropout.engines.owned.tree import Tree
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.native.library import load
@@ -44,7 +44,13 @@ class Owned(Engine):
     says so.
     """
 
+    kind = "owned"
     network: nn.Module
+
+    @property
+    def about(self) -> str:
+        """What predicts, with the instructions of its kernels."""
+        return f"{self.kind} ({load().instructions})"
 
     def __init__(self, split: Split, fold: bool = True) -> None:
         super().__init__()

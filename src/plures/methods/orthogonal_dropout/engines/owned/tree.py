@@ -12,16 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 from plures.calling import Arguments, batch_of, logits_of
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.engines.owned_layers import (
-    EachMember,
+from plures.methods.orthogonal_dropout.engines.owned.apart import EachMember, private_copy
+from plures.methods.orthogonal_dropout.engines.owned.layers import (
     Into,
     MembersNorm,
     OwnedAttention,
     OwnedConvolution,
     OwnedLinear,
-    Parts,
-    private_copy,
 )
+from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
 from plures.methods.orthogonal_dropout.roles import Role
 
 ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.ModuleList)

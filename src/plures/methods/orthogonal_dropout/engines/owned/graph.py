@@ -8,16 +8,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.methods.orthogonal_dropout.engines.owned_layers import (
-    EachCall,
-    Into,
-    MembersNorm,
-    MembersTensor,
-    OwnedConvolution,
-    OwnedLinear,
-    Parts,
-)
-from plures.methods.orthogonal_dropout.engines.owned_tree import Substitutes
+from plures.methods.orthogonal_dropout.engines.owned.apart import EachCall, MembersTensor
+from plures.methods.orthogonal_dropout.engines.owned.layers import Into, MembersNorm, OwnedConvolution, OwnedLinear
+from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
+from plures.methods.orthogonal_dropout.engines.owned.tree import Substitutes
 from plures.methods.orthogonal_dropout.roles import Role
 
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"

@@ -1,0 +1,1 @@
+"""The engine that multiplies only what is owned."""

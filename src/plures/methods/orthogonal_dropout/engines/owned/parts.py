@@ -1,0 +1,93 @@
+"""What the members have of a network's tensors, and which of them run."""
+
+import torch
+from torch import Tensor
+
+from plures.methods.orthogonal_dropout.masks import owned_part, spread
+from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.roles import Role
+from plures.native.lists import Lists, block_lists, kernel_lists
+from plures.tensors import canonical, own_tensors
+
+
+class Running:
+    """Know which members run; one object, shared by all layers of an engine.
+
+    running = Running(5)
+    running.chosen = [0, 3]
+    """
+
+    def __init__(self, members: int) -> None:
+        self.members = members
+        self.chosen: list[int] | None = None  # None: all of them, without a copy of what they have
+
+    @property
+    def count(self) -> int:
+        """The number of members that run."""
+        return self.members if self.chosen is None else len(self.chosen)
+
+    def of(self, table: Tensor) -> Tensor:
+        """Take the rows of a table [members, ...] that belong to members that run."""
+        return table if self.chosen is None else table[self.chosen]
+
+
+class Parts:
+    """Give the tensors of each member by name, as an engine needs them to build its layers.
+
+    parts = Parts(split, [fold_norms(split, member, pairs) for member in split.trained])
+    parts.stack("bn1.weight")  # [members, 64]
+    """
+
+    def __init__(self, split: Split, folded: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+        self.members = split.trained
+        self.running = Running(len(self.members))
+        self.owners = split.owners()
+        self.roles = split.roles
+        self._first = canonical(split.network)
+        self._own = {name: tensor.detach() for name, tensor in own_tensors(split.network).items()}
+        self._private = [private for _, private in folded]
+        self._scales = [scales for scales, _ in folded]
+
+    def first(self, name: str) -> str:
+        """Give the first name of a tensor that may be tied."""
+        return self._first.get(name, name)
+
+    def role(self, name: str) -> Role | None:
+        """Tell a tensor's role, or None where the network has no such tensor."""
+        return self.roles.get(self.first(name))
+
+    def stack(self, name: str) -> Tensor | None:
+        """Give what each member has of a tensor that is not split, [members, ...], or None where there is none."""
+        first = self.first(name)
+        if first in self._private[0]:
+            return torch.stack([private[first] for private in self._private])
+        return self._own[first].expand(len(self.members), *self._own[first].shape) if first in self._own else None
+
+    def names(self) -> list[str]:
+        """Name all tensors of the network, tied ones under each of their names."""
+        return list(self._first)
+
+    def tensor(self, name: str, index: int) -> Tensor:
+        """Give one member's whole tensor, as `checkout` does."""
+        first = self.first(name)
+        if first in self._private[index]:
+            return self._private[index][first]
+        if first not in self.owners:
+            return self._own[first]
+        part = owned_part(self._own[first], self.owners[first], self.members[index])
+        return part * self._scales[index][name] if name in self._scales[index] else part
+
+    def lists(self, weight: str) -> Lists:
+        """List what each member owns of a split weight, with the factors of a norm layer that was folded into it."""
+        first = self.first(weight)
+        values, owners = self._own[first], self.owners[first]
+        scales = [scales[weight].flatten() for scales in self._scales if weight in scales]
+        factors = torch.stack(scales) if scales else None
+        in_blocks = values.dim() == 2 and len(owners) != len(values)
+        owners = owners if in_blocks else spread(owners, values)
+        return (block_lists if in_blocks else kernel_lists)(values, owners, self.members, factors)
+
+    def bias(self, name: str, outputs: int) -> Tensor:
+        """Give the bias of each member, [members, outputs]; zeros where the layer has none."""
+        stack = self.stack(name)
+        return torch.zeros(len(self.members), outputs) if stack is None else stack.float().contiguous()
