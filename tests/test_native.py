@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,14 @@ def test_portable_kernels_are_torchs_own_too(compiled, monkeypatch):
 def test_a_compiled_library_is_found_again(compiled):
     assert build.find(compiled.parent, ["portable"]) == compiled
     assert build.find(compiled.parent, ["avx2"]) is None
+
+
+def test_two_may_compile_at_once(compiler, tmp_path):
+    with ThreadPoolExecutor(2) as pool:  # each runs compilers of its own
+        made = list(pool.map(lambda _: build.compile_into(tmp_path, ["portable"]), range(2)))
+    assert build.find(tmp_path, ["portable"]) in made
+    assert set(tmp_path.iterdir()) == set(made), "nothing is left behind"
+    assert library.Library(made[0], "portable").lanes == build.LEVELS["portable"].lanes
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a library", None])
