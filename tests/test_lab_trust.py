@@ -82,7 +82,7 @@ def test_trust_is_measured_once_and_kept(runs: Path, monkeypatch: pytest.MonkeyP
     assert "accuracy % under shift" in titles
     assert "AUROC % out of distribution" in titles
     (folder / "trust.json").write_text("[]")
-    with pytest.raises(PluresError, match="trust.json cannot be read .*: remove it, and it is measured again"):
+    with pytest.raises(PluresError, match="trust.json is damaged .*: remove it, and it is measured again"):
         kept_trust(folder)
     (folder / "trust.json").write_text(json.dumps(found))
 

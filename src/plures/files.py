@@ -43,6 +43,14 @@ def replacing(path: Path) -> Iterator[Path]:
             beside.unlink(missing_ok=True)
 
 
+def is_file(path: Path) -> bool:
+    """Say whether there is a file; a name or a folder that the system refuses becomes one sentence."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise PluresError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def check_place(path: Path) -> None:
     """Refuse a place where no file can be written, before minutes of work are lost; missing folders are made."""
     try:

@@ -16,7 +16,7 @@ from plures import calibration, losses
 from plures.checks import whole_number
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
-from plures.files import replacing, sealed, unsealed
+from plures.files import is_file, replacing, sealed, unsealed
 from plures.losses import Loss
 from plures.methods import METHODS
 from plures.tensors import aliases, check_network, checksum, tensors
@@ -33,6 +33,8 @@ PARTS: dict[str, type] = {
     "own_loss": bool,
     "checksums": dict,
 }
+# A file may be so many times smaller than its network (half precision, narrow members) before it is suspicious.
+MOST_SMALLER, SMALL = 64, 1 << 26
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -129,12 +131,25 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
     _reading(path, None, fill)
 
 
+def check_size(path: Path, sketch: nn.Module) -> None:
+    """Refuse a network that is of no size with what a file holds, before it is built.
+
+    The `sketch` is the network on the meta device, where nothing takes memory. A file of a few bytes can ask for a
+    network of any size: what it says of shapes is compared, and what it holds.
+    """
+    wanted = sum(tensor.nbytes for tensor in tensors(sketch).values())
+    held = path.stat().st_size if is_file(path) else 0
+    if wanted > MOST_SMALLER * held + SMALL:
+        raise PluresError(f"{path} holds {held} bytes, too few for a network of {wanted}: they do not belong together")
+    _reading(path, None, lambda document, _: _same_network(path, sketch, document["shapes"], document["tied"]))
+
+
 Result = TypeVar("Result")
 
 
 def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
     """Open a file, check its header, and put into one sentence whatever is wrong with it."""
-    if not path.is_file():
+    if not is_file(path):
         raise PluresError(f"there is no file {path}")
     try:
         with safe_open(path, framework="pt") as file:

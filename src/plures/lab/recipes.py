@@ -6,7 +6,8 @@ This module does not import torch, so that the command line lists recipes at onc
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from numbers import Integral, Real
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from plures.checks import unknown
 from plures.errors import PluresError
@@ -31,7 +32,7 @@ class Epochs:
 
     def __post_init__(self) -> None:
         for phase, epochs in asdict(self).items():
-            if not 0 <= epochs < 1 << 31:
+            if not isinstance(epochs, Integral) or not 0 <= int(epochs) < 1 << 31:
                 raise PluresError(f"epochs.{phase} is {epochs}, but must be from 0 to 2**31 - 1")
 
     def of(self, phase: str) -> int:
@@ -95,6 +96,8 @@ class Recipe:
     seed: int = 0  # the seed of all random numbers
 
     def __post_init__(self) -> None:
+        if others := [one.name for one in fields(self) if not _is_of(getattr(self, one.name), HINTS[one.name])]:
+            raise PluresError(f"{others[0]} is {getattr(self, others[0])!r}, which is of another type than it has")
         wrong = [f"{name} is {getattr(self, name)}, but must be {accepted}" for name, accepted in _broken_rules(self)]
         if wrong:
             raise PluresError("; ".join(wrong))
@@ -131,6 +134,26 @@ class Recipe:
             )
         tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**{**tuples, "epochs": Epochs(**values["epochs"])} if "epochs" in values else tuples)
+
+
+HINTS = get_type_hints(Recipe)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type: a file may say anything, and Python checks nothing."""
+    inner = get_args(hint)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in inner
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is_of(one, float) for one in value)
+    if inner:  # this or None
+        return any(_is_of(value, one) for one in inner)
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if hint is float:  # a whole number, too, if it is not beyond all floats
+        whole = _is_of(value, int)
+        return abs(int(value)) < 1 << 63 if whole else isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def get_recipe(name: str) -> Recipe:

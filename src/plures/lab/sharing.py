@@ -3,8 +3,8 @@
 Nothing but safetensors and JSON is read.
 """
 
+import contextlib
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from plures.errors import PluresError
 from plures.lab.data import TableInfo
 from plures.lab.evaluation.evaluate import predictions
 from plures.lab.methods import is_code
+from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, open_run
 from plures.losses import is_for_numbers
 from plures.storage import load, save
@@ -83,9 +84,9 @@ def from_hub(
     untrusted run names is run only with `trust_code`. A folder that contains a pickle is refused.
     """
     folder = Path(source) if _is_folder(source) else _downloaded(str(source), revision)
-    _refuse_pickles(str(source), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
-    if not (folder / ENSEMBLE).is_file():
+    if not files.is_file(folder / ENSEMBLE):
         raise PluresError(f"{source} has no {ENSEMBLE}: it was not published by plures.push_to_hub")
+    _refuse_pickles(str(source), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
     if network is not None:
         return load(folder / ENSEMBLE, network)
     if not (folder / CONFIG).is_file():
@@ -101,7 +102,7 @@ def _run_into(
     for name in READ:
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
-    metrics = json.loads((run / METRICS).read_text()) if (run / METRICS).is_file() else None
+    metrics = RunFolder(run).metrics() if (run / METRICS).is_file() else None
     if isinstance(opened.info, TableInfo):  # numbers have no confidence to draw
         return card(opened.ensemble, target, metrics, opened), None
     try:
@@ -118,7 +119,6 @@ def _run_into(
 def _publish(folder: Path, target: str | Path, private: bool) -> str:
     if _is_folder(target):
         place = Path(target)
-        place.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.iterdir()):
             files.write(place / file.name, file.read_bytes())
         return str(place)
@@ -149,7 +149,11 @@ def _refuse_pickles(source: str, names: list[str]) -> None:
 
 def _is_folder(place: str | Path) -> bool:
     """Tell a folder from a name on the hub, `user/name`."""
-    return isinstance(place, Path) or Path(place).is_dir() or place.startswith((".", "/", "~"))
+    if isinstance(place, Path) or place.startswith((".", "/", "~")):
+        return True
+    with contextlib.suppress(OSError):  # a name that no folder can have
+        return Path(place).is_dir()
+    return False
 
 
 ROWS = {

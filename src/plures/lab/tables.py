@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from plures.errors import visible
 from plures.lab.recipes import Recipe
 
 if TYPE_CHECKING:  # a list of recipes needs no torch
@@ -26,7 +27,7 @@ def show(*parts: Table | str) -> None:
     """Print tables and lines: plain text, without control codes and line breaks, where no terminal listens."""
     printer = console()
     for part in parts:
-        printer.print(Text(part) if isinstance(part, str) else part)
+        printer.print(_text(part) if isinstance(part, str) else part)
     printer.print()
 
 
@@ -38,13 +39,22 @@ def console() -> Console:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = ()) -> Table:
     """Make a table: the columns named in `words` are text, the others figures, aligned to the right."""
     made = Table(
-        title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+        title=_text(title) if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
     for column in columns:
         made.add_column(column, justify="left" if column in words else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))  # Text: a file called [red].png is not markup
+        made.add_row(*(_text(cell) for cell in row))
     return made
+
+
+def _text(words: str) -> Text:
+    """Take words as they are: [red].png is not markup, and no class name of a stranger steers the terminal."""
+    return Text("\n".join(map(visible, words.split("\n"))))
 
 
 def percent(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """Progress of many runs: a live list on a terminal, plain lines elsewhere."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from plures.errors import visible
 from plures.lab.compare.jobs import Job
-from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.folder import RECORD, RunFolder
+from plures.lab.runs.shapes import misfit
 from plures.lab.training.progress import duration
 
 PAUSE = 60.0  # seconds between plain lines about the runs in progress
@@ -90,7 +93,7 @@ class Watch(AbstractContextManager["Watch"]):
         last = _last(job)
         if last is None:
             return "starting"
-        return f"{last['stage']}, epoch {_records(job)} of {self.epochs[job.run]}, loss {last['loss']:.3f}"
+        return f"{visible(last['stage'])}, epoch {_records(job)} of {self.epochs[job.run]}, loss {last['loss']:.3f}"
 
     def _done(self) -> tuple[int, int]:
         """Count the epochs made here, and those that were to be made."""
@@ -142,4 +145,7 @@ def _last(job: Job) -> Mapping[str, Any] | None:
     """Read the last record; a line that is just being written does not count."""
     log = RunFolder(job.run).log
     lines = log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
-    return json.loads(lines[-1]) if lines else None
+    with contextlib.suppress(ValueError, RecursionError):
+        last = json.loads(lines[-1]) if lines else None
+        return last if misfit(last, RECORD) is None else None
+    return None

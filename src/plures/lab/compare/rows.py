@@ -19,6 +19,7 @@ from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, pa
 from plures.lab.recipes import RECIPES
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import described
 from plures.lab.timing.costs import Costs, kept_costs, measured_costs
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
@@ -37,6 +38,7 @@ class Finished:
         """Read a run folder, and refuse one that is not finished."""
         folder = RunFolder(path)
         config = folder.config()
+        described(config, path)
         if not folder.finished:
             last = next(reversed(folder.records()), None)
             where = "no epoch is done"

@@ -22,6 +22,7 @@ from plures.guarantees import held_out_for_coverage
 from plures.lab.data import Data, Split, open_data
 from plures.lab.evaluation.evaluate import evaluate_shift, predictions, told_apart
 from plures.lab.runs.open import open_run
+from plures.lab.runs.shapes import Maybe, read_object
 
 FILE = "trust.json"
 SHIFT_IMAGES = 2000  # test images that are spoiled in every way; more would change the means by less than seeds do
@@ -29,6 +30,19 @@ POINTS = 100  # of a risk-coverage curve
 BINS = 25  # of a histogram
 UNTIL = (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 COVERAGE = 0.9
+SEVERITIES = 5
+FIGURES = dict.fromkeys(("accuracy", "nll", "ece"), float)
+SHAPE = {
+    "home": Maybe({"images": int, "members": int, **FIGURES}),
+    "risk_coverage": Maybe({"coverage": [float], "risk": [float]}),
+    "shift": Maybe({"images": int, "by_severity": [FIGURES], **FIGURES}),
+    "ood": Maybe(
+        {
+            **{"data": str, "most": float, "known": [float], "strange": [float]},
+            "scores": [{"score": str, "auroc": float, "fpr95": float}],
+        }
+    ),
+}
 
 Trust = dict[str, Any]
 
@@ -36,15 +50,24 @@ Trust = dict[str, Any]
 def kept_trust(folder: Path) -> Trust:
     """Read what was measured of a run before; nothing is an empty dict."""
     path = folder / FILE
-    if not path.is_file():
+    if not files.is_file(path):
         return {}
-    try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is not a JSON object")
-    except ValueError as error:
-        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is measured again") from error
+    advice = "remove it, and it is measured again"
+    found = {name: value for name, value in read_object(path, SHAPE, advice).items() if value is not None}
+    if not _makes_sense(found):
+        raise PluresError(f"{path} is damaged or was written by another program: its figures do not fit together: {advice}")
     return found
+
+
+def _makes_sense(found: Trust) -> bool:
+    """Whether lists are as long as those that they are drawn against, and nothing lacks what it is compared with."""
+    shift, ood, risk = found.get("shift"), found.get("ood"), found.get("risk_coverage")
+    return (
+        (shift is None or (found.get("home") is not None and len(shift["by_severity"]) == SEVERITIES))
+        and (ood is None or (ood["most"] > 0 and len(ood["known"]) == len(ood["strange"]) == BINS))
+        and (ood is None or "entropy" in [one["score"] for one in ood["scores"]])
+        and (risk is None or (len(risk["risk"]) == len(risk["coverage"]) and max(risk["coverage"], default=0) >= 0.5))
+    )
 
 
 def measured_trust(folder: Path, data_dir: Path | None, *, shift: bool, ood: str | None) -> Trust:

@@ -25,13 +25,33 @@ from filelock import FileLock, Timeout
 
 from plures import files
 from plures.errors import PluresError
+from plures.files import is_file
 from plures.lab.runs.config import differences, new_environment
+from plures.lab.runs.shapes import Maybe, misfit, read_object
 
-RECORD = ("stage", "epoch", "epochs", "loss", "seconds")  # what every record of the log has at least
-CONFIG = ("method", "recipe", "data", "network", "options")
-METRICS = ("images", "members", "nll", "bytes")
-OF_CLASSES = ("accuracy", "brier", "ece", "aurc", "member_accuracies")
-OF_NUMBERS = ("rmse", "crps", "mean_member_nll")
+# What every record of the log has at least.
+RECORD = {"stage": str, "epoch": int, "epochs": int, "loss": float, "seconds": float}
+MADE = {"method": str, "settings": [str], "recipe": Maybe(str), "signature": Maybe(str)}
+CONFIG: dict[str, Any] = {
+    "method": str,
+    "recipe": {"seed": int, "data": str, "model": str},
+    "data": {"name": str, "fingerprint": str, "classes": [str]},
+    "network": str,
+    "options": dict,
+    "made": Maybe(MADE),
+    "environment": Maybe(dict),
+}
+METRICS: dict[str, Any] = {"images": int, "members": int, "nll": float, "bytes": int, "seconds": Maybe(float)}
+FITTED = {"temperature": Maybe(float), "calibrated_nll": Maybe(float), "calibrated_ece": Maybe(float)}
+OF_CLASSES: dict[str, Any] = {
+    **METRICS,
+    **dict.fromkeys(("accuracy", "brier", "ece", "aurc"), float),
+    "member_accuracies": [float],
+    "mean_member_accuracy": float,
+    "agreement": Maybe(float),
+    **FITTED,
+}
+OF_NUMBERS: dict[str, Any] = {**METRICS, **dict.fromkeys(("rmse", "crps", "mean_member_nll"), float), **FITTED}
 log = logging.getLogger("plures")
 
 
@@ -55,7 +75,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run has come to its end."""
-        return self.ensemble.is_file()
+        return is_file(self.ensemble)
 
     @property
     def begun(self) -> bool:
@@ -64,22 +84,22 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Read what the run was made from."""
-        if not self._config.is_file():
+        if not is_file(self._config):
             raise PluresError(f"{self.path} is not a run folder: it has no config.json")
-        return _read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
+        return read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
 
     def metrics(self) -> dict[str, Any]:
         """Read what was measured of the finished run."""
         advice = "remove it, and `plures train` makes it again"
-        found = _read_object(self.measured, METRICS, advice)
-        return _with_keys(self.measured, found, OF_NUMBERS if "rmse" in found else OF_CLASSES, advice)
+        found = read_object(self.measured, METRICS, advice)
+        return read_object(self.measured, OF_NUMBERS if "rmse" in found else OF_CLASSES, advice)
 
     def records(self) -> list[dict[str, Any]]:
         """Read the log: one record per epoch. Damaged lines are reported, and left out."""
         found = []
         for number, line in enumerate(self._lines(), start=1):
             record = _json(line)
-            if isinstance(record, dict) and all(key in record for key in RECORD):
+            if misfit(record, RECORD) is None:
                 found.append(record)
             else:
                 log.warning("line %d of %s is damaged and ignored", number, self.log)
@@ -172,22 +192,6 @@ class RunFolder:
     def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         self.write(self._config, json.dumps(config, indent=2).encode() + b"\n")
         return dict(config)
-
-
-def _read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, Any]:
-    """Read a JSON object that has some keys at least."""
-    with _told("read", path):
-        found = _json(path.read_bytes())
-    if not isinstance(found, dict):
-        raise PluresError(f"{path} is damaged or was written by another program: it is not a JSON object: {advice}")
-    return _with_keys(path, found, keys, advice)
-
-
-def _with_keys(path: Path, found: dict[str, Any], keys: Collection[str], advice: str) -> dict[str, Any]:
-    for key in keys:
-        if key not in found:
-            raise PluresError(f"{path} is damaged or was written by another program: it has no {key}: {advice}")
-    return found
 
 
 def _json(contents: bytes) -> Any:

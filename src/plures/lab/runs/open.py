@@ -5,6 +5,7 @@ signed with a key of the user's own. Without a signature by the same user, the f
 code is run only on request.
 """
 
+import errno
 import hmac
 import json
 import os
@@ -21,17 +22,18 @@ from torch import nn
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.files import is_file
 from plures.lab.data import Data, DataInfo, TableInfo, open_data
 from plures.lab.data.sources import expanded
 from plures.lab.data.table import TABLES
 from plures.lab.methods import is_code, method_class, method_options, takes
 from plures.lab.models import build
 from plures.lab.recipes import Recipe
-from plures.lab.runs.config import made_of, train_command
+from plures.lab.runs.config import Made, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.losses import GaussianNLL
 from plures.methods.deterministic import Deterministic
-from plures.storage import load
+from plures.storage import check_size, load
 
 
 def data_for(recipe: Recipe, data_dir: Path | None) -> Data:
@@ -63,13 +65,15 @@ def with_weights(network: nn.Module, source: str) -> nn.Module:
     network = with_weights(network, "runs/digits-deterministic-seed0")
     """
     path = expanded(source)
-    if path.is_dir():
+    if not is_file(path) and path.is_dir():
         trained = open_run(path).ensemble
         if not isinstance(trained, Deterministic):
             raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
         stored = trained.checkout(0).state_dict()
     else:
         try:
+            if not is_file(path):  # a pipe would keep us waiting
+                raise FileNotFoundError(errno.ENOENT, "there is no such file")
             stored = load_file(path)
         except (OSError, SafetensorError) as error:
             why = f"the weights {source} cannot be read ({error})"
@@ -161,20 +165,29 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     config = files.config()
     if not files.finished:
         raise PluresError(f"the run in {folder} is not finished; to finish it: {train_command(config, files.path)}")
-    try:
-        recipe = Recipe.from_json(config["recipe"])
-        prepared = dict(config["data"])
-        fingerprint = prepared.pop("fingerprint")
-        info = (TableInfo if "target_std" in prepared else DataInfo)(**prepared)
-        made = made_of(config)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PluresError(f"{folder}/config.json is incomplete: {type(error).__name__}: {error}") from error
+    recipe, info, made = described(config, files.path)
     if not trust_code:
         check(config, files.path)
-    network = network_for(recipe, len(info.classes), info.channels, info.size)
+    shape = (len(info.classes), info.channels, info.size)
+    if not is_code(recipe.model):
+        with torch.device("meta"):
+            sketch = network_for(recipe, *shape)
+        check_size(files.ensemble, sketch)
+    network = network_for(recipe, *shape)
     method = method_class(made.method) if is_code(made.method) else None
     ensemble = load(files.ensemble, network, method=method).to(device_for())
-    return Run(files.path, made.method, recipe, info, fingerprint, ensemble)
+    return Run(files.path, made.method, recipe, info, config["data"]["fingerprint"], ensemble)
+
+
+def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo, Made]:
+    """Give recipe, data and words of a run, or say what of its configuration makes no sense."""
+    try:
+        recipe = Recipe.from_json(config["recipe"])
+        prepared = {name: value for name, value in config["data"].items() if name != "fingerprint"}
+        info = (TableInfo if "target_std" in prepared else DataInfo)(**prepared)
+        return recipe, info, made_of(config)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise PluresError(f"{folder}/config.json is incomplete: {type(error).__name__}: {error}") from error
 
 
 def sign(model: str, method: str) -> str | None:

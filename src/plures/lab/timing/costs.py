@@ -4,7 +4,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from plures.lab.evaluation.evaluate import fastest
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, device_for, network_for, open_run
+from plures.lab.runs.shapes import read_object
 from plures.lab.timing.measure import (
     RESNET18,
     Action,
@@ -51,12 +52,11 @@ class Costs:
 def kept_costs(folder: Path) -> Costs | None:
     """Read what was measured of a run before, if it was."""
     path = folder / "costs.json"
-    if not path.is_file():
+    if not files.is_file(path):
         return None
-    try:
-        return Costs(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise PluresError(f"{path} cannot be read ({error}): remove it, and it is measured again") from error
+    shape = {one.name: float for one in fields(Costs)}
+    found = read_object(path, shape, "remove it, and it is measured again")
+    return Costs(**{name: found[name] for name in shape})
 
 
 def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:

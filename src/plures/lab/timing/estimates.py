@@ -18,6 +18,7 @@ import platformdirs
 from plures import files
 from plures.errors import PluresError
 from plures.lab.recipes import Recipe
+from plures.lab.runs.shapes import misfit
 from plures.lab.timing.machine import processor
 from plures.version import __version__
 
@@ -64,7 +65,9 @@ def kept_estimate(
 ) -> Estimate | None:
     """Give the estimate that was made on this machine before, if there is one."""
     found = _read(_file(cache)).get(_key(recipe, method, settings))
-    return None if found is None else Estimate(**found)
+    if found is None or misfit(found, {"epochs": int, "seconds": float, "bytes": int}):  # none, or broken: measure
+        return None
+    return Estimate(found["epochs"], found["seconds"], found["bytes"])
 
 
 def estimate(
@@ -143,7 +146,7 @@ def _file(cache: Path | None) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):  # nothing was kept, or it is broken: measure
+    except (OSError, ValueError, RecursionError):  # nothing was kept, or it is broken: measure
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,0 +1,162 @@
+"""A run folder may come from anybody, or from a failing disk: whatever its files say, the answer is one sentence."""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import plures
+from plures import PluresError
+from plures.lab.compare.progress import _last
+from plures.lab.compare.rows import Finished, rows_of
+from plures.lab.compare.table import columns
+from plures.lab.evaluation.trust import as_metrics, kept_trust
+from plures.lab.recipes import get_recipe
+from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import open_run, with_weights
+from plures.lab.timing.costs import kept_costs
+from plures.lab.timing.estimates import Estimate, _file, _key, kept_estimate
+
+RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
+ODD: list[Any] = [None, [], {}, -1, 1e308, 10**400, "x", "\x1b[31m", True, [[]], {"x": 1}]
+TRUST = {
+    "home": {"images": 9, "members": 2, "accuracy": 0.9, "nll": 0.3, "ece": 0.1},
+    "risk_coverage": {"coverage": [0.5, 1.0], "risk": [0.0, 0.1]},
+    "shift": {
+        **{"images": 9, "accuracy": 0.5, "nll": 1.0, "ece": 0.2},
+        "by_severity": [{"accuracy": 0.5, "nll": 1.0, "ece": 0.2}] * 5,
+    },
+    "ood": {
+        **{"data": "digits", "most": 2.3, "known": [0.04] * 25, "strange": [0.04] * 25},
+        "scores": [{"score": "entropy", "auroc": 0.5, "fpr95": 0.9}],
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return shutil.copytree(RUN, tmp_path / "run")
+
+
+def bent(document: Any) -> list[Any]:
+    """Put each odd value, or nothing, in every place of a document in turn."""
+    found = []
+    for path in places(document):
+        for odd in (*ODD, KeyError):
+            changed = copy.deepcopy(document)
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            if odd is KeyError:
+                del holder[path[-1]]
+            else:
+                holder[path[-1]] = odd
+            found.append(changed)
+    return found
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """List where a value stands; of a list the first alone."""
+    keys = list(value) if isinstance(value, dict) else [0] if isinstance(value, list) and value else []
+    return [one for key in keys for one in ((*path, key), *places(value[key], (*path, key)))]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.json"])
+def test_no_value_of_a_run_leads_to_a_traceback(folder: Path, name: str) -> None:
+    refused = 0
+    changed = bent(json.loads((folder / name).read_text()))
+    for document in changed:
+        (folder / name).write_text(json.dumps(document))
+        try:
+            assert columns(rows_of([folder]))
+        except PluresError as error:
+            assert str(error).isprintable()
+            refused += 1
+    assert refused > len(changed) / 2
+
+
+def test_no_value_of_trust_leads_to_a_traceback(folder: Path) -> None:
+    path = folder / "trust.json"
+    path.write_text(json.dumps(TRUST))
+    assert Finished.read(folder).metrics["shift_accuracy"] == 0.5
+    refused = 0
+    for document in bent(TRUST):
+        path.write_text(json.dumps(document))
+        try:
+            as_metrics(kept_trust(folder))
+        except PluresError:
+            refused += 1
+    assert refused > 200
+
+
+@pytest.mark.parametrize("contents", ["[" * 100_000, "{}", "null", '{"size": "x", "prediction": 1, "epochs": 1}'])
+def test_damaged_costs_and_estimates(folder: Path, contents: str) -> None:
+    (folder / "costs.json").write_text(contents)
+    with pytest.raises(PluresError, match=r"costs.json is damaged .*: remove it, and it is measured again"):
+        kept_costs(folder)
+    recipe = get_recipe("digits")
+    key = _key(recipe, "mimo", ())
+    for kept in (contents, json.dumps({key: 7}), json.dumps({key: {"epochs": 1, "seconds": "x", "bytes": 1}})):
+        _file(folder).write_text(kept)
+        assert kept_estimate(recipe, "mimo", cache=folder) is None
+    _file(folder).write_text(json.dumps({key: {"epochs": 1, "seconds": 2.0, "bytes": 3}}))
+    assert kept_estimate(recipe, "mimo", cache=folder) == Estimate(1, 2.0, 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("width", 60_000), ("model", "resnet50")])
+def test_a_network_that_the_file_has_no_weights_for_is_not_built(folder: Path, monkeypatch, name, value) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["recipe"][name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    drawn = nn.init.kaiming_normal_
+
+    def bounded(tensor, *args, **options):
+        assert tensor.is_meta, "weights are drawn before the file was looked at"
+        return drawn(tensor, *args, **options)
+
+    monkeypatch.setattr(nn.init, "kaiming_normal_", bounded)
+    with pytest.raises(PluresError, match="too few for a network|was saved from another network"):
+        open_run(folder)
+
+
+def test_weights_from_a_pipe_do_not_keep_us_waiting(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "nothing", "x" * 300):
+        with pytest.raises(PluresError, match="cannot"):
+            with_weights(nn.Linear(1, 1), str(tmp_path / name))
+
+
+def test_names_that_the_system_refuses(tmp_path) -> None:
+    for use in (lambda path: plures.load(path, nn.Linear(1, 1)), open_run, plures.from_hub):
+        with pytest.raises(PluresError, match="File name too long"):
+            use(tmp_path / ("x" * 300))
+    with pytest.raises(PluresError, match="there is no such folder"):
+        plures.from_hub("x" * 300)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "null", '{"stage": 1}', "[" * 100_000])
+def test_a_broken_line_of_the_log_does_not_end_a_comparison(folder: Path, line: str) -> None:
+    job: Any = SimpleNamespace(run=folder)
+    assert _last(job) is not None
+    with RunFolder(folder).log.open("a") as log:
+        log.write(f"{line}\n")
+    assert _last(job) is None
+
+
+@pytest.mark.parametrize("metrics", ["null", '{"accuracy": "high"}', "{"])
+def test_a_run_with_damaged_metrics_is_not_published(folder: Path, tmp_path, metrics) -> None:
+    (folder / "metrics.json").write_text(metrics)
+    with pytest.raises(PluresError, match=r"metrics.json is damaged"):
+        plures.push_to_hub(folder, tmp_path / "there")
+
+
+def test_a_place_that_is_no_folder(folder: Path, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PluresError, match="cannot write"):
+        plures.push_to_hub(folder, tmp_path / "file" / "inside")
