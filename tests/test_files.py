@@ -49,6 +49,13 @@ def test_longest_names_and_what_is_no_place_for_a_file(tmp_path):
     assert not (tmp_path / "new" / "file").exists()
 
 
+def test_what_a_killed_process_left_beside_a_file_is_no_obstacle(tmp_path):
+    (tmp_path / ".page.html.1-1.part").mkdir()
+    (tmp_path / ".page.html.2-2.part").write_text("half")
+    files.write(tmp_path / "page.html", b"whole")
+    assert (tmp_path / "page.html").read_bytes() == b"whole"
+
+
 def test_threads_that_write_one_file_leave_one_whole_version(tmp_path):
     path = tmp_path / "shared"
     versions = [bytes([number]) * 10_000 for number in range(20)]

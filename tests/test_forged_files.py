@@ -7,7 +7,7 @@ import torch
 
 import plures
 import plures.storage
-from attack.forgery import Forgery
+from attack.forgery import RAW, Forgery
 from attack.subjects import Subject, network
 from plures import PluresError
 from plures.answers import Prediction
@@ -83,6 +83,44 @@ class TestLargePromises:
         )
         assert f"{name!r} is of shape [1048576]" in refused(tmp_path, forged)
         assert max(read, default=0) < 2**20
+
+
+COUNTS = {
+    "OrthogonalDropout": "members",
+    "DeepEnsemble": "members",
+    "MCDropout": "passes",
+    "BatchEnsemble": "members",
+    "MIMO": "members",
+    "Masksembles": "members",
+    "PackedEnsemble": "members",
+}
+
+
+@pytest.mark.usefixtures("_nothing_large")
+@pytest.mark.parametrize("count", ["1000000000", "9223372036854775808", "1e999", "0", "-1"])
+@pytest.mark.parametrize("method", COUNTS)
+def test_more_members_than_are_stored(tmp_path, method, count) -> None:
+    forged = forgery(tmp_path, method, **{COUNTS[method]: 2})
+    forged.document["options"][COUNTS[method]] = RAW + count
+    refused(tmp_path, forged)
+
+
+@pytest.mark.parametrize("method", [*COUNTS, "Deterministic"])
+def test_one_number_does_not_pass_for_a_whole_tensor(tmp_path, method) -> None:
+    """copy_ would spread it over all places."""
+    options = {COUNTS[method]: 2} if method in COUNTS else {}
+    good = forgery(tmp_path, method, **options)
+    for name in (name for name, tensor in good.tensors.items() if tensor.numel() > 1):
+        forged = Forgery(tmp_path / "good.safetensors")
+        forged.tensors[name] = forged.tensors[name].reshape(-1)[:1].reshape([1] * forged.tensors[name].dim())
+        assert "shape" in refused(tmp_path, forged)
+
+
+@pytest.mark.parametrize("progress", [[True], [True] * 6, [1, 0, 1, 0, 1], "11111", None, {"0": True}, [[True]] * 5])
+def test_progress_that_a_deep_ensemble_cannot_have(tmp_path, progress) -> None:
+    forged = forgery(tmp_path, "DeepEnsemble")
+    forged.document["state"]["committed"] = progress
+    refused(tmp_path, forged)
 
 
 @pytest.mark.parametrize("value", ["abc", 1.5, True, None, [0], -1, 2**63])
