@@ -23,7 +23,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--only damaged --files 100' for less
+attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--only damaged --files 100' for less, --jobs 2, --results FILE
 	cd tests && $(TEST_THREADS) ../$(BIN)/python -m attack $(ATTACK)
 
 # The tiles of AVX2 (8 lanes) and of AVX-512 (16), in vectors that every CPU can run.

@@ -1,33 +1,98 @@
 """A short version of `make attack`: the same files, threads and inputs, fewer of them."""
 
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
-from attack.commands import Input, attack_with_inputs, judge
-from attack.files import attack_with_files
-from attack.threads import attack_with_threads
+from attack.commands import Commands, Input, furnish, judge, train_one, workshop
+from attack.driver import Results, Tally, Verdict, run
+from attack.files import Files
+from attack.folders import Folders
+from attack.subjects import save_all
+from attack.threads import Threads
 from plures.lab.cli.main import commands
 
 
+def judged(part, items: int) -> Tally:
+    """Judge some items in this process."""
+    tally = Tally()
+    for index in range(items):
+        tally.count(part.name, index, part.judge(index))
+    return tally
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("template")
+    train_one(folder)
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["damaged", "malicious"])
-def test_bad_files_are_refused_or_do_no_harm(kind) -> None:
-    tally = attack_with_files(kind, 100)
-    assert not tally.bad
-    assert tally.counts["refused"] > 50
+def test_bad_files_are_refused_or_do_no_harm(tmp_path, kind) -> None:
+    save_all(tmp_path)
+    results = Results(None, {})
+    assert run([Files(kind, 100, tmp_path)], results, preloaded=["attack.files"]) == 0
+    assert results.of(kind).counts.total() == 100
+    assert results.of(kind).counts["refused"] > 50
 
 
-def test_threads_get_the_bits_of_a_single_one(tmp_path) -> None:
-    assert {name: wrong for name, _, wrong in attack_with_threads(4, tmp_path) if wrong} == {}
+def test_threads_get_the_bits_of_a_single_one() -> None:
+    part = Threads(4)
+    assert judged(part, part.items).bad == []
 
 
-def test_bad_inputs_end_with_one_sentence() -> None:
-    found = list(attack_with_inputs(24, names=("train", "compare", "serve", "export", "recipes", "bench")))
-    found += attack_with_inputs(6, names=("evaluate", "predict", "reproduce"))
-    found += attack_with_inputs(2, names=("report",))  # a page takes a while
-    assert {one.command: one.bad for one in found} == {name: [] for name in commands()}
-    assert all(one.counts["refused"] for one in found)
+def test_bad_inputs_end_with_one_sentence(tmp_path, template) -> None:
+    fewer = {"evaluate": 6, "predict": 6, "reproduce": 6, "report": 2}  # a page takes a while
+    furnish(tmp_path, template)
+    with workshop(tmp_path):
+        parts = [Commands(name, fewer.get(name, 24), template, shop=tmp_path) for name in commands()]
+        found = {part.command: judged(part, part.items) for part in parts}
+    assert {name: tally.bad for name, tally in found.items()} == {name: [] for name in commands()}
+    assert all(tally.counts["refused"] for tally in found.values())
+
+
+def test_bad_folders_of_the_hub_are_refused_with_one_sentence(tmp_path, template) -> None:
+    furnish(tmp_path, template)
+    with workshop(tmp_path):
+        assert judged(Folders("", 24, template, shop=tmp_path), 24).bad == []
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_does_not_exist(port) -> None:
     verdict, told = judge(Input(["serve", "nothing", f"--port={port}"]))
     assert (verdict, told) == ("refused", f"plures: port={port}; use a whole number, from 0 to 65535\n")
+
+
+@dataclass
+class Trouble:
+    """Items of which one dies and one is wrong."""
+
+    name: str = "trouble"
+    items: int = 6
+    batch: int = 3
+    memory: int = 1 << 36
+    seconds: int = 60
+
+    def prepare(self) -> None:
+        pass
+
+    def judge(self, index: int) -> list[Verdict]:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [Verdict("silent", "other numbers") if index == 4 else Verdict("refused")]
+
+
+def test_what_dies_or_is_wrong_is_counted_and_a_stopped_attack_goes_on(tmp_path) -> None:
+    kept = tmp_path / "results.json"
+    results = Results(kept, {"seed": 0})
+    assert run([Trouble()], results, preloaded=[]) == 2
+    assert results.of("trouble").counts == {"refused": 4, "died": 1, "silent": 1}
+    again = Results(kept, {"seed": 0})
+    assert run([Trouble(items=9)], again, preloaded=[]) == 2  # six were judged before
+    assert again.of("trouble").counts == {"refused": 7, "died": 1, "silent": 1}
+    with pytest.raises(SystemExit, match="another attack"):
+        Results(kept, {"seed": 1})

@@ -3,54 +3,59 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from attack.driver import Part, Results, run
 
-from attack.commands import attack_with_inputs, in_processes
-from attack.files import attack_with_files
-from attack.threads import THREADS, attack_with_threads
-
-PARTS = ("damaged", "malicious", "threads", "commands")
+PARTS = ("damaged", "malicious", "threads", "commands", "folders", "processes")
 
 
 def main() -> int:
+    """Attack, and end with 1 where something went wrong."""
     parser = argparse.ArgumentParser(prog="attack", description="Attack plures with bad files, threads and bad inputs.")
-    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts of it")
     parser.add_argument("--files", type=int, default=10_000, help="damaged files, and as many malicious ones")
-    parser.add_argument("--first", type=int, default=0, help="the first of these files: 9999 makes the last one again")
     parser.add_argument("--predictions", type=int, default=500, help="in each of 8 threads, for each method and engine")
-    parser.add_argument("--inputs", type=int, default=1_000, help="bad inputs to each command")
+    parser.add_argument("--inputs", type=int, default=1_000, help="bad inputs to each command, and folders of the hub")
+    parser.add_argument("--first", type=int, default=0, help="the first of these: 9999 makes the last file again")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other files and inputs")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes work at the same time")
+    parser.add_argument("--results", type=Path, help="keep the verdicts in this JSON file; the same command goes on")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    wrong = 0
-    for part in PARTS:
-        if chosen.only in (None, part):
-            for line, found in attack(part, chosen):
-                print(line, flush=True)
-                wrong += len(found)
-                print(*found, sep="\n", end="\n" if found else "", file=sys.stderr, flush=True)
-    return 1 if wrong else 0
+    settings = {name: getattr(chosen, name) for name in ("files", "predictions", "inputs", "first", "seed")}
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [part for name in chosen.only for part in parts_of(name, chosen, Path(folder))]
+        try:
+            return 1 if run(parts, Results(chosen.results, settings), chosen.jobs, chosen.first) else 0
+        except KeyboardInterrupt:
+            print("attack: interrupted; with --results the same command goes on", file=sys.stderr)
+            return 130
 
 
-def attack(part: str, chosen: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """Give a line of figures for each piece of a part, and what went wrong."""
-    if part in ("damaged", "malicious"):
-        tally = attack_with_files(part, chosen.files, chosen.seed, chosen.first)  # type: ignore[arg-type]
-        yield f"{part}: {tally}", tally.bad
-    elif part == "threads":
-        with tempfile.TemporaryDirectory() as folder:
-            for name, seconds, wrong in attack_with_threads(chosen.predictions, Path(folder)):
-                count = THREADS * chosen.predictions
-                yield f"threads, {name}: {count} predictions, {len(wrong)} wrong; {seconds:.0f} s", wrong
-    else:
-        for one in attack_with_inputs(chosen.inputs, chosen.seed):
-            yield str(one), one.bad
-        count = max(1, chosen.inputs // 50)
-        wrong = in_processes(count, chosen.seed)
-        yield f"commands in processes of their own: {count} inputs, {len(wrong)} wrong", wrong
+def parts_of(name: str, chosen: argparse.Namespace, folder: Path) -> list[Part]:
+    """Make a part of the attack ready: what its children share is made once."""
+    from attack.commands import Commands, train_one
+    from attack.files import Files
+    from attack.folders import Folders
+    from attack.subjects import save_all
+    from attack.threads import Threads
+    from plures.lab.cli.main import commands
+
+    if name == "threads":
+        return [Threads(chosen.predictions)]
+    if name in ("damaged", "malicious"):
+        if not (folder / "0.safetensors").exists():
+            save_all(folder)
+        return [Files(name, chosen.files, folder, chosen.seed)]  # type: ignore[arg-type]
+    template = folder / "template"
+    if not template.exists():
+        template.mkdir()
+        train_one(template)
+    if name == "folders":
+        return [Folders("", chosen.inputs, template, chosen.seed)]
+    if name == "processes":
+        return [Commands("", max(1, chosen.inputs // 50), template, chosen.seed, batch=5, processes=True)]
+    return [Commands(command, chosen.inputs, template, chosen.seed) for command in commands()]
 
 
 if __name__ == "__main__":

@@ -7,19 +7,21 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from attack.damage import damaged
+from attack.driver import Verdict
 from plures.lab.cli.main import commands, main
 
 SECONDS = 120
@@ -72,7 +74,18 @@ BAD = {
     "--method": NO_NAME,
     "--model": NO_NAME,
     "--set": [
-        *("nothing=1", "=", "x", "granularity=x", "granularity", "seed=x", "alpha=inf", "measured=1", "classifier=7"),
+        *(
+            "nothing=1",
+            "=",
+            "x",
+            "granularity=x",
+            "granularity",
+            "granularity=blocks",
+            "seed=x",
+            "alpha=inf",
+            "measured=1",
+            "classifier=7",
+        ),
         *("optimize_masks=perhaps", "init=", "init=old", "roles=x", "roles={}", "members=0", "members=1e9", "loss=x"),
         *("network=x", "self=1", *WORDS),
     ],
@@ -110,27 +123,13 @@ BAD = {
     "--wait": NO_NUMBER,
     "--format": ["h5", *WORDS],
     "--abstain-below": ["2", "-0.1", *NO_NUMBER],
+    "--coverage": ["0", "1", "2", "0.999999", "1e-320", *NO_NUMBER],
+    "--risk": ["2", *NO_NUMBER],
+    "--weights": ["nothing", "/dev/null", "/dev/zero", "fifo", "empty", "file", "run", "picture.png", *NO_FOLDER],
+    "--host": ["256.256.256.256", "1.2.3.4", "::::", "/tmp", "a b", *WORDS[3:6], "x" * 5000],
+    "--data-dir": [*NO_FOLDER, "fifo", "file", "/dev/zero", "/proc/self", "\x1b[31m"],
 }
 FOREIGN = [b"", b"null", b"[]", b"{}", b"7", b'"x"', b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 10_000, b"NaN"]
-
-
-@dataclass
-class Tally:
-    """What became of the inputs to one command."""
-
-    command: str
-    counts: Counter[str] = field(default_factory=Counter)
-    bad: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        good = f"{self.counts['refused']} refused, {self.counts['harmless']} harmless"
-        kinds = ("traceback", "accepted", "many words", "hang")
-        return (
-            f"{self.command}: {self.counts.total()} inputs: {good}, "
-            + ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
-            + f"; {self.seconds:.0f} s"
-        )
 
 
 @dataclass(frozen=True)
@@ -141,42 +140,58 @@ class Input:
     sure: bool = True
 
 
-def attack_with_inputs(count: int, seed: int = 0, names: Iterable[str] = ()) -> Iterator[Tally]:
-    """Give every command, or those named, `count` bad inputs."""
-    with _workshop() as shop:
-        for name in names or commands():
-            yield _attack(name, count, seed, shop)
+@dataclass
+class Commands:
+    """Bad inputs to one command."""
+
+    command: str
+    items: int
+    template: Path  # a folder with a finished run
+    seed: int = 0
+    batch: int = 250
+    memory: int = 12 << 30
+    seconds: int = SECONDS + 60  # the alarm ends what Python runs; this ends the process
+    processes: bool = False  # as a person does, each in a process of its own, and all commands in turn
+    shop: Path = Path()
+
+    @property
+    def name(self) -> str:
+        """Name the part of the attack."""
+        return "processes" if self.processes else f"command {self.command}"
+
+    def prepare(self) -> None:
+        """Furnish a workshop, and work there."""
+        torch.set_num_threads(1)
+        self.shop = Path(tempfile.mkdtemp(dir=self.template.parent))
+        furnish(self.shop, self.template)
+        os.chdir(self.shop)
+        os.environ.update(environment(self.shop))
+
+    def judge(self, index: int) -> list[Verdict]:
+        """Give one input, and say what was answered."""
+        name = list(commands())[index % len(commands())] if self.processes else self.command
+        tried = bad_input(name, Random(f"{self.seed}/{self.name}/{index}"), self.shop)
+        word, note = judge(tried, in_a_process if self.processes else run)
+        _tidy(self.shop)
+        wrong = f"plures {tried.words!r:.500} (seed {self.seed}): {note}"
+        return [Verdict(word, "" if word in ("refused", "harmless") else wrong)]
 
 
-def _attack(name: str, count: int, seed: int, shop: Path) -> Tally:
-    tally = Tally(name)
-    started = time.monotonic()
-    for index in range(count):
-        chance = Random(f"{seed}/{name}/{index}")
-        tried = bad_input(name, chance, shop)
-        verdict, note = judge(tried)
-        tally.counts[verdict] += 1
-        if verdict not in ("refused", "harmless"):
-            tally.bad.append(f"{verdict}: plures {' '.join(tried.words)!r:.500} (input {index} of seed {seed}): {note}")
-        _tidy(shop)
-    tally.seconds = time.monotonic() - started
-    return tally
+Runner = Callable[[list[str]], tuple[int | str, str]]
 
 
-def judge(tried: Input) -> tuple[str, str]:
-    """Run one command in this process, and say what it answered."""
-    code, err = run(tried.words)
+def judge(tried: Input, runner: Runner | None = None) -> tuple[str, str]:
+    """Run one command, in this process unless told otherwise, and say what it answered."""
+    code, err = (runner or run)(tried.words)
     lines = [line for line in err.splitlines() if line.startswith("plures: ")]
     if isinstance(code, str):
         return code, err
     if code == 0:
-        return ("accepted", "exit code 0") if tried.sure else ("harmless", "")
-    if code != 2:
-        return "traceback", f"exit code {code}: {err}"
-    if "Traceback" in err:
-        return "traceback", err
+        return ("silent", "it was accepted: exit code 0") if tried.sure else ("harmless", "")
+    if code != 2 or "Traceback" in err:
+        return "raw", f"exit code {code}: {err}"
     if lines and (len(lines) > 1 or not err.rstrip("\n").endswith(lines[0]) or not lines[0].isprintable()):
-        return "many words", err
+        return "wordy", err
     return "refused", err
 
 
@@ -198,7 +213,7 @@ def run(words: list[str]) -> tuple[int | str, str]:
         except TooLong:
             return "hang", f"no answer within {SECONDS} s"
         except Exception:
-            return "traceback", traceback.format_exc(limit=-5)
+            return "raw", traceback.format_exc(limit=-5)
         finally:
             signal.alarm(0)
         with contextlib.suppress(ValueError, OSError):
@@ -237,7 +252,7 @@ def _option(name: str, chance: Random, shop: Path) -> Input:
     option = chance.choice(known)
     given = f"{option}={chance.choice(BAD[option])}"
     words = [name, *_needed(name), *_small(name, shop), given]
-    return Input(words)
+    return Input(words, sure=option != "--data-dir")  # the digits of the run are not looked up
 
 
 def _recipe(name: str, chance: Random, shop: Path) -> Input:
@@ -252,11 +267,11 @@ def _run_folder(name: str, chance: Random, shop: Path) -> Input:
         return Input([name, chance.choice(others), *_after(name)])
     folder = shop / "damaged"
     shutil.copytree(shop / "run", folder)
-    sure = _break(folder, name, chance)
+    sure = break_folder(folder, name, chance)
     return Input([name, str(folder), *_after(name)], sure)
 
 
-def _break(folder: Path, command: str, chance: Random) -> bool:
+def break_folder(folder: Path, command: str, chance: Random) -> bool:
     """Damage one file of a run folder; say whether the command cannot do without what was there."""
     file = folder / chance.choice(["config.json", "config.json", "ensemble.safetensors", "metrics.json", "log.jsonl"])
     needed = file.name in ("config.json", "ensemble.safetensors")
@@ -307,6 +322,7 @@ def _bend(file: Path, chance: Random) -> None:
         {"x": 1},
         "builtins:dict",
         "\ud800",
+        30_000,
     ]
     if chance.random() < 0.2:
         del holder[key]
@@ -369,14 +385,14 @@ def _options(name: str) -> list[str]:
     of_recipe = list(BAD)[list(BAD).index("--epochs.pretrain") : list(BAD).index("--track")]
     of_recipe += ["--members", "--seed", "--model", "--data"]
     return {
-        "train": ["--method", "--set", "--run", "--track", *of_recipe],
+        "train": ["--method", "--set", "--run", "--track", "--weights", *of_recipe],
         "compare": ["--methods", "--seeds", "--jobs", "--on", "--runs", *of_recipe],
         "reproduce": ["--scale", "--recipes", "--seeds", "--jobs", "--on", "--runs", "--out"],
-        "evaluate": ["--ood"],
-        "predict": ["--abstain-below"],
-        "report": ["--out"],
+        "evaluate": ["--ood", "--ood", "--data-dir"],
+        "predict": ["--abstain-below", "--coverage", "--risk"],
+        "report": ["--out", "--out", "--out", "--data-dir"],
         "export": ["--format"],
-        "serve": ["--port", "--max-bytes", "--max-pixels", "--max-pictures", "--queue", "--batch", "--wait"],
+        "serve": ["--host", "--port", "--max-bytes", "--max-pixels", "--max-pictures", "--queue", "--batch", "--wait"],
         "bench": ["--out"],
         "recipes": ["--measure"],
     }.get(name, ["--out"])
@@ -401,32 +417,47 @@ def _small(name: str, shop: Path) -> list[str]:
     return []
 
 
+def train_one(template: Path) -> None:
+    """Make a finished run, and a cache that knows what it costs."""
+    with workshop(template):
+        assert main(["train", "--run", "run", *SHORT]) == 0
+        assert main(["report", "run", "--out", "report.html"]) == 0
+
+
 @contextlib.contextmanager
-def _workshop() -> Iterator[Path]:
-    """Make a folder with a finished run and all kinds of files, and work there."""
+def workshop(shop: Path) -> Iterator[Path]:
+    """Work in a folder, quietly."""
     before, variables = Path.cwd(), dict(os.environ)
-    with tempfile.TemporaryDirectory() as name:
-        shop = Path(name)
-        os.chdir(shop)
-        os.environ |= {"PLURES_CACHE": str(shop / "cache"), "HF_HUB_OFFLINE": "1"}
-        os.environ.pop("PLURES_DATA", None)
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                assert main(["train", "--run", "run", *SHORT]) == 0
-            (shop / "file").write_bytes(b"no folder")
-            (shop / "empty").mkdir()
-            os.mkfifo(shop / "fifo")
-            (shop / "picture.png").write_bytes(png(8, 8))
-            for split in ("train", "test"):
-                for label in ("wren", "robin"):
-                    (shop / "bad-pictures" / split / label).mkdir(parents=True)
-                    (shop / "bad-pictures" / split / label / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-            (shop / "kept").write_text("\n".join(sorted(path.name for path in shop.iterdir())))
+    os.chdir(shop)
+    os.environ.update(environment(shop))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield shop
-        finally:
-            os.chdir(before)
-            os.environ.clear()
-            os.environ.update(variables)
+    finally:
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+def environment(shop: Path) -> dict[str, str]:
+    """Keep caches, data and keys of the user out of it, and the network."""
+    home = {"XDG_DATA_HOME": str(shop / "home"), "HF_HOME": str(shop / "hub")}
+    return {"PLURES_CACHE": str(shop / "cache"), "PLURES_DATA": str(shop), "HF_HUB_OFFLINE": "1", **home}
+
+
+def furnish(shop: Path, template: Path) -> None:
+    """Put all kinds of files beside a finished run."""
+    for name in ("run", "cache"):
+        shutil.copytree(template / name, shop / name)
+    (shop / "file").write_bytes(b"no folder")
+    (shop / "empty").mkdir()
+    os.mkfifo(shop / "fifo")
+    (shop / "picture.png").write_bytes(png(8, 8))
+    for split in ("train", "test"):
+        for label in ("wren", "robin"):
+            (shop / "bad-pictures" / split / label).mkdir(parents=True)
+            (shop / "bad-pictures" / split / label / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (shop / "kept").write_text("\n".join([*sorted(path.name for path in shop.iterdir()), "home", "hub"]))
 
 
 def _tidy(shop: Path) -> None:
@@ -436,18 +467,11 @@ def _tidy(shop: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def in_processes(count: int, seed: int) -> list[str]:
-    """Try some inputs as a person does, each in a process of its own; say what went wrong."""
-    import subprocess
-
-    wrong = []
-    with _workshop() as shop:
-        for index in range(count):
-            name = list(commands())[index % len(commands())]
-            tried = bad_input(name, Random(f"{seed}/process/{index}"), shop)
-            words = [sys.executable, "-m", "plures", *tried.words]
-            answer = subprocess.run(words, capture_output=True, text=True, timeout=600, errors="replace")
-            if answer.returncode not in ((2,) if tried.sure else (0, 2)) or "Traceback" in answer.stderr:
-                wrong.append(f"plures {tried.words!r:.300} ended with {answer.returncode}: {answer.stderr}")
-            _tidy(shop)
-    return wrong
+def in_a_process(words: list[str]) -> tuple[int | str, str]:
+    """Start a command as a person does."""
+    try:
+        command = [sys.executable, "-m", "plures", *words]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, errors="replace")
+    except subprocess.TimeoutExpired:
+        return "hang", f"no answer within {SECONDS} s"
+    return answer.returncode, answer.stderr

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -304,9 +305,7 @@ def _weird(chance: Random, value: Any) -> Any:
 
 def _text(document: Any) -> str:
     text = json.dumps(document, separators=(",", ":"))
-    for raw in (*RAW_VALUES, DEEP):
-        text = text.replace(json.dumps(RAW + raw), raw)
-    return text
+    return re.sub(f'"{RAW}([^"]*)"', r"\1", text)
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,59 +1,94 @@
 """Threads that predict with batches of several sizes while another one saves and checks out."""
 
+import logging
+import tempfile
 import threading
-import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 import plures
-from attack.subjects import ALL_STAGES, SUBJECTS, Subject
+from attack.driver import Verdict
+from attack.subjects import ALL_STAGES, SUBJECTS, Subject, outputs
 from plures.methods.orthogonal_dropout.method import Kind
 
 THREADS = 8
+TRAINED = [subject for subject in SUBJECTS if subject.stages == ALL_STAGES]
+SPLIT = [subject for subject in TRAINED if subject.method == "OrthogonalDropout"]
+# Every trained subject, and every engine of those that are split.
+ASKED: list[tuple[Subject, Kind | None]] = [
+    *((subject, None) for subject in TRAINED),
+    *((subject, kind) for subject in SPLIT for kind in get_args(Kind)),
+]
 
 
-def attack_with_threads(predictions: int, folder: Path) -> list[tuple[str, float, list[str]]]:
-    """Give for every method and engine its name, the seconds that it took, and what went wrong."""
-    results = []
-    for name, ensemble, predictor in _predictors():
-        started = time.monotonic()
-        wrong = hammer(ensemble, predictor, predictions, folder / "threads.safetensors")
-        results.append((name, time.monotonic() - started, wrong))
-    return results
+@dataclass
+class Threads:
+    """Eight threads that predict, for every method and engine; a ninth saves and checks out meanwhile."""
+
+    predictions: int = 500  # of each thread
+    name: str = "threads"
+    items: int = len(ASKED)
+    batch: int = 1
+    memory: int = 1 << 36  # nine threads have arenas of their own
+    seconds: int = 3600
+
+    def prepare(self) -> None:
+        """Compute as one thread does: sums in another order have other bits."""
+        torch.set_num_threads(1)
+        logging.disable(logging.WARNING)
+
+    def judge(self, index: int) -> list[Verdict]:
+        """Attack one method or engine."""
+        subject, kind = ASKED[index]
+        ensemble = subject.make()
+        assert isinstance(ensemble, plures.OrthogonalDropout) or kind is None
+        try:
+            predictor = ensemble if kind is None else ensemble.engine(kind)  # type: ignore[attr-defined]
+        except plures.PluresError as error:  # the owned engine needs a compiler
+            return [Verdict("refused", str(error))]
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = hammer(ensemble, predictor, self.predictions, Path(folder) / "threads.safetensors")
+        right = THREADS * self.predictions - sum(wrong.values())
+        return [
+            Verdict("same", "", max(0, right)),
+            *(Verdict(word, f"{what} ({subject}, engine {kind})", times) for (word, what), times in wrong.items()),
+        ]
 
 
-def hammer(ensemble: plures.Ensemble, predictor: Any, predictions: int, path: Path) -> list[str]:
-    """Predict in eight threads while a ninth reads; say where an answer or a file is not that of a single thread."""
+def hammer(ensemble: plures.Ensemble, predictor: Any, predictions: int, path: Path) -> Counter[tuple[str, str]]:
+    """Predict in eight threads while a ninth reads; count where an answer or a file is not that of a single thread."""
     batches = [torch.randn(1 + size, 1, 4, 4, generator=torch.Generator().manual_seed(size)) for size in range(THREADS)]
-    expected = [predictor.predict(batch).members for batch in batches]
+    expected = [outputs(predictor, batch) for batch in batches]
     plures.save(ensemble, path)
     file = path.read_bytes()
     members = _members(ensemble)
     done = threading.Event()
-    wrong: list[str] = []
+    wrong: Counter[tuple[str, str]] = Counter()
 
     def read() -> None:
         while not done.is_set():
             try:
                 plures.save(ensemble, path)
                 if path.read_bytes() != file:
-                    wrong.append("a file has other bytes")
+                    wrong["silent", "a file has other bytes"] += 1
                 if _members(ensemble) != members:
-                    wrong.append("a member was checked out with other weights")
+                    wrong["silent", "a member was checked out with other weights"] += 1
             except Exception as error:
-                wrong.append(f"reading: {type(error).__name__}: {error}")
+                wrong["raw", f"reading: {type(error).__name__}: {error}"] += 1
 
     def predict(thread: int) -> None:
         for turn in range(predictions):
             chosen = (thread + turn) % THREADS
             try:
-                if not predictor.predict(batches[chosen]).members.equal(expected[chosen]):
-                    wrong.append(f"an answer for a batch of {chosen + 1} has other bits")
+                if not outputs(predictor, batches[chosen]).equal(expected[chosen]):
+                    wrong["silent", f"an answer for a batch of {chosen + 1} has other bits"] += 1
             except Exception as error:
-                wrong.append(f"predicting: {type(error).__name__}: {error}")
+                wrong["raw", f"predicting: {type(error).__name__}: {error}"] += 1
 
     ninth = threading.Thread(target=read)
     ninth.start()
@@ -64,22 +99,6 @@ def hammer(ensemble: plures.Ensemble, predictor: Any, predictions: int, path: Pa
         done.set()
         ninth.join()
     return wrong
-
-
-def _predictors() -> list[tuple[str, plures.Ensemble, Any]]:
-    """List every trained method, and every engine of orthogonal dropout."""
-    found: list[tuple[str, plures.Ensemble, Any]] = []
-    for subject in SUBJECTS:
-        if subject.stages == ALL_STAGES:
-            ensemble = subject.make()
-            found.append((subject.method, ensemble, ensemble))
-    split = Subject("OrthogonalDropout", {"members": 3}).make()
-    for kind in get_args(Kind):
-        try:
-            found.append((f"{kind} engine", split, split.engine(kind)))
-        except plures.PluresError:  # the owned one needs a compiler
-            continue
-    return found
 
 
 def _members(ensemble: Any) -> list[bytes]:
