@@ -10,7 +10,7 @@ import plures.storage
 from attack.forgery import RAW, Forgery
 from attack.subjects import Subject, network
 from plures import PluresError
-from plures.answers import Prediction
+from plures.answers import Prediction, Regression
 
 
 def forgery(tmp_path: Path, method: str, **options) -> Forgery:
@@ -228,6 +228,14 @@ def test_an_endless_message_loses_its_middle() -> None:
     assert len(str(PluresError("x" * 10**6))) < 3000
     assert str(PluresError(f"first{'x' * 10**6}last")).startswith("first")
     assert str(PluresError(f"first{'x' * 10**6}last")).endswith("last")
+
+
+@pytest.mark.parametrize("outputs", [[float("inf"), 0.0], [0.0, 100.0], [3e38, 0.0]])
+def test_infinite_numbers_are_no_answer(outputs) -> None:
+    members = torch.zeros(2, 3, 2)
+    members[1, 2] = torch.tensor(outputs)
+    with pytest.raises(PluresError, match="infinite numbers for sample 2"):
+        Regression.from_outputs(members, variance=True)
 
 
 def test_infinite_logits_have_no_probabilities() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from filelock import FileLock
 from rich.console import Console
 
@@ -485,7 +486,8 @@ def test_naming_rows_builds_no_network_and_measuring_one_builds_two(
     built = []
 
     def counted(name: str, *words: Any, **options: Any) -> Any:
-        built.append(name)
+        if torch.get_default_device().type != "meta":  # where a network takes no memory
+            built.append(name)
         return build(name, *words, **options)
 
     monkeypatch.setattr("plures.lab.runs.open.build", counted)

@@ -275,6 +275,14 @@ def test_cache_that_cannot_be_written(tmp_path):
         open_data("digits", cache_dir=tmp_path / "file")
 
 
+def test_disk_without_room_is_not_filled_first(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 10**5})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("plures.lab.data.cache._decode", lambda *_: pytest.fail("it is filled"))
+    with pytest.raises(PluresError, match="takes 115,008 bytes, and the disk of .* has 100,000 left"):
+        open_data("digits", cache_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,6 +20,7 @@ pytest.importorskip("uvicorn")
 
 from plures.errors import PluresError
 from plures.lab.cli.main import main
+from plures.lab.serving.app import serve
 from plures.lab.serving.batching import Batcher
 from plures.lab.serving.counters import Histogram
 from plures.lab.serving.requests import Limits, Refused
@@ -244,3 +245,9 @@ def test_the_command_serves_until_told_to_end():
 def test_a_port_that_is_taken_is_told(port, capsys):
     assert main(["serve", str(RUN), "--port", str(port)]) == 2
     assert "is the port in use?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["x" * 300, "ü" * 100])
+def test_a_host_that_cannot_be(host) -> None:
+    with pytest.raises(PluresError, match="use the name or the address of this machine"):
+        serve(None, host, 0, Limits())  # type: ignore[arg-type]

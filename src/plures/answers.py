@@ -226,8 +226,11 @@ class Regression:
         if calibration is not None:
             square = calibration.scale.to(epistemic).square()
             epistemic, aleatoric = square * epistemic, square * aleatoric
-        std = (aleatoric + epistemic).sqrt()
-        return cls(means.mean(0), std, aleatoric, epistemic, means, variances, calibration)
+        mean, std = means.mean(0), (aleatoric + epistemic).sqrt()
+        if not bool((mean.isfinite() & std.isfinite()).all()):
+            sample = int((mean.isfinite() & std.isfinite()).logical_not().nonzero()[0, 0])
+            raise PluresError(f"the members returned infinite numbers for sample {sample}: are the weights huge?")
+        return cls(mean, std, aleatoric, epistemic, means, variances, calibration)
 
     def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> Interval:
         """Return bounds between which each number lies with the given probability.

@@ -107,6 +107,7 @@ def open_cache(source: Source, seen: Survey, cache: Path, size: int, channels: i
     with _writing(cache):
         entry = _open(folder, seen, shape)  # another process may have been faster
         if entry is None:
+            _check_room(source.name, cache, sum(seen.rows.values()) * size * size * channels)
             with _replacing(folder) as beside:
                 if _decode(source, beside, shape) != seen.content:
                     _survey_file(source, cache).unlink(missing_ok=True)
@@ -222,6 +223,16 @@ def _replacing(folder: Path) -> Iterator[Path]:
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_room(name: str, cache: Path, needed: int) -> None:
+    """Refuse to fill a disk for hours when it is known from the start that it has no room."""
+    free = shutil.disk_usage(cache).free
+    if needed > free:
+        raise PluresError(
+            f"decoded, {name} takes {needed:,} bytes, and the disk of {cache} has {free:,} left: choose a smaller "
+            "size, or another place with cache_dir or PLURES_CACHE"
+        )
 
 
 @contextmanager

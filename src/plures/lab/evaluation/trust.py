@@ -55,7 +55,7 @@ def kept_trust(folder: Path) -> Trust:
     advice = "remove it, and it is measured again"
     found = {name: value for name, value in read_object(path, SHAPE, advice).items() if value is not None}
     if not _makes_sense(found):
-        raise PluresError(f"{path} is damaged or was written by another program: its figures do not fit together: {advice}")
+        raise PluresError(f"{path} is damaged or was written by another program, its figures do not fit: {advice}")
     return found
 
 

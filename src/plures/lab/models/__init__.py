@@ -1,8 +1,11 @@
 """Network architectures, as plain functions that return modules, and how a name becomes one of them."""
 
 import inspect
+import math
+import os
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from plures.checks import unknown
@@ -22,6 +25,9 @@ from plures.lab.models.resnet import (
 __all__ = ["build", "mlp", "resnet8", "resnet18", "resnet20", "resnet50", "wide_resnet", "wide_resnet28_10"]
 
 
+SEVERAL = 4  # weights, gradients, momentum and a copy: what training takes at least
+
+
 def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
     """Make `depth` hidden layers of `width` units for images of size x size pixels."""
     check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
@@ -34,6 +40,35 @@ def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth:
         layers += [hidden, nn.ReLU()]
         inputs = width
     return nn.Sequential(*layers, nn.Linear(inputs, classes))
+
+
+def _accepted(model: str, function: Callable[..., nn.Module], options: dict[str, object]) -> dict[str, object]:
+    """Choose the options that a function accepts besides `classes` and `channels`, which it must accept."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise PluresError(f"the model {model!r} must be a function or class written in Python") from None
+    accepted = signature.parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    if not takes_all and not {"classes", "channels"} <= set(accepted):
+        raise PluresError(f"the model {model!r} must accept classes= and channels=, but takes ({', '.join(accepted)})")
+    chosen = options if takes_all else {name: value for name, value in options.items() if name in accepted}
+    try:
+        signature.bind(classes=0, channels=0, **chosen)
+    except TypeError as error:
+        raise PluresError(f"the model {model!r} must need nothing but classes= and channels=: {error}") from None
+    return chosen
+
+
+def _check_memory(model: str, sketch: nn.Module) -> None:
+    """Refuse a network that this machine cannot train: the system would end the process without a word."""
+    needed = SEVERAL * sum(parameter.nbytes for parameter in sketch.parameters())
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    if needed > there:
+        raise PluresError(
+            f"the model {model!r} of this width and size takes {needed:,} bytes with its gradients, and this machine "
+            f"has {there:,}: make it narrower, or its images smaller"
+        )
 
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
@@ -54,15 +89,11 @@ def build(model: str, classes: int, channels: int, **options: object) -> nn.Modu
     if not is_code(model) and model not in BUILT_IN:
         raise unknown("model", model, [*BUILT_IN, "module:function"])
     function = imported("model", model) if is_code(model) else BUILT_IN[model]
+    chosen = _accepted(model, function, options)
     try:
-        accepted = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise PluresError(f"the model {model!r} must be a function or class written in Python") from None
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    if not takes_all and not {"classes", "channels"} <= set(accepted):
-        raise PluresError(f"the model {model!r} must accept classes= and channels=, but takes ({', '.join(accepted)})")
-    chosen = options if takes_all else {name: value for name, value in options.items() if name in accepted}
-    try:
+        if not is_code(model):
+            with torch.device("meta"):  # where weights take no memory
+                _check_memory(model, function(classes=classes, channels=channels, **chosen))
         network = function(classes=classes, channels=channels, **chosen)
     except (RuntimeError, MemoryError) as error:  # a network that memory has no room for, for example
         raise PluresError(f"the model {model!r} cannot be built: {str(error).partition(chr(10))[0]}") from error

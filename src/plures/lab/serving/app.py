@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab.data.pictures import TooLarge
 from plures.lab.runs.open import Run
 from plures.lab.serving.batching import Batcher, Model, Row
@@ -198,8 +198,12 @@ def server_for(model: Model, host: str, port: int, limits: Limits) -> uvicorn.Se
 
 def serve(run: Run, host: str, port: int, limits: Limits) -> None:
     """Serve a run until SIGINT or SIGTERM; requests that are under way are answered first."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise PluresError(f"host={host!r}; use the name or the address of this machine, such as 127.0.0.1") from error
     server = server_for(Model(run), host, port, limits)
-    print(f"http://{host}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    print(f"http://{visible(host)}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:
         server.run()
     except SystemExit as ended:  # uvicorn's way to say that the port is taken
