@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mapie.classification import SplitConformalClassifier
+from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.isotonic import isotonic_regression
 from torch import Tensor, nn
 
@@ -180,6 +183,28 @@ def test_sets_cover_as_often_as_asked(ensemble, options) -> None:
     assert sum(sizes) / 20 < CLASSES - 0.5
 
 
+def test_sets_of_a_prediction_are_those_of_mapie(ensemble) -> None:
+    class Plain(ClassifierMixin, BaseEstimator):
+        """The ensemble's uncalibrated probabilities, as scikit-learn asks for them."""
+
+        def fit(self, inputs, targets):
+            self.classes_, self.fitted_ = np.arange(CLASSES), True
+            return self
+
+        def predict_proba(self, inputs):
+            return ensemble.predict(torch.from_numpy(inputs), calibrated=False).probabilities.double().numpy()
+
+        def predict(self, inputs):
+            return self.predict_proba(inputs).argmax(1)
+
+    held_out = [part.numpy() for part in HELD_OUT]
+    ensemble.calibrate(*HELD_OUT)
+    for coverage in (0.8, 0.95):
+        judge = SplitConformalClassifier(Plain().fit(*held_out), coverage, conformity_score="lac", prefit=True)
+        _, sets = judge.conformalize(*held_out).predict_set(TEST[0].numpy())
+        assert np.array_equal(ensemble.predict(TEST[0]).sets(coverage).numpy(), sets[:, :, 0])
+
+
 def test_abstaining_keeps_to_the_risk(ensemble) -> None:
     everything = clusters(2000, seed=5)
     broken = answered = 0
@@ -208,6 +233,8 @@ def test_promises_need_held_out_data_and_enough_of_it(ensemble) -> None:
     for coverage in (0, 1, -0.5, math.nan):
         with pytest.raises(PluresError, match="^coverage=.*; use a number between 0 and 1$"):
             prediction.sets(coverage)
+    with pytest.raises(PluresError, match="^penalty and free shape adaptive sets only: say adaptive=True"):
+        prediction.sets(0.9, penalty=0.1)
     with pytest.raises(PluresError, match="^risk=2; use a number between 0 and 1$"):
         prediction.abstain(2)
 
@@ -224,6 +251,8 @@ def test_bad_held_out_data_get_one_sentence_and_leave_the_calibration(ensemble) 
         "targets must lie between 0 and 4": (inputs, targets + 1),
         "400 held-out samples have 399 targets: give one for each": (inputs, targets[1:]),
         "targets must be integer class numbers": (inputs, targets.float()),
+        "the only held-out target is class": (inputs[:1], targets[:1]),
+        "the targets are no numbers": (inputs, ["a"] * 400),
         "Tensor has no targets: give both, or a loader": (inputs,),
         "the loader gave Tensor; expected pairs": ([inputs],),
     }.items():
@@ -251,6 +280,24 @@ def test_members_on_demand_stop_early_and_seldom_change_the_label(ensemble) -> N
         torch.testing.assert_close(some.probabilities[~stopped], whole.probabilities[~stopped])
     assert 1 <= used[0.8] <= used[0.95] <= used[0.999] <= 3
     assert used[0.95] < 2.5
+
+
+@pytest.mark.parametrize("members", [3, 8])
+@pytest.mark.parametrize("until", [0.8, 0.9, 0.95, 0.98])
+def test_at_least_the_share_until_of_early_answers_is_what_all_members_say(members: int, until: float) -> None:
+    def drawn(count: int, seed: int) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        targets = torch.randint(0, CLASSES, (count,), generator=random)
+        common = torch.randn(count, CLASSES, generator=random) + 2 * nn.functional.one_hot(targets, CLASSES)
+        return (common + torch.randn(members, count, CLASSES, generator=random)).softmax(-1), targets
+
+    calibration = ClassCalibration.fit(*drawn(1000, seed=0))
+    others, _ = drawn(20_000, seed=1)
+    probabilities, used = calibration.on_demand(others, until)
+    early = used < members
+    same = probabilities.argmax(1) == others.mean(0).argmax(1)
+    assert float(same[early].double().mean()) >= until
+    assert float(early.double().mean()) > 0.3  # the share is reached by stopping, not by asking everybody
 
 
 def test_what_members_on_demand_would_answer_is_what_they_answer(ensemble) -> None:

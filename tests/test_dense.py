@@ -173,3 +173,27 @@ def test_dense_targets_of_another_shape_get_one_sentence(painted: plures.Ensembl
     pixels, maps = pictures(8, 3)
     with pytest.raises(PluresError, match=r"targets of shape \(8, 12, 11\) must have one entry for each place"):
         painted.calibrate(pixels, maps[:, :, 1:])
+    with pytest.raises(PluresError, match=r"targets of shape \[8\] must have one class for each place"):
+        painted.calibrate(pixels, maps[:, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["DeepEnsemble", "BatchEnsemble", "OrthogonalDropout"])
+def test_training_on_targets_of_another_shape_gets_one_sentence(name: str) -> None:
+    (pixels, maps), (words, tags) = pictures(4, 0), sentences(4, 0)
+    painting = next(iter(getattr(plures, name)(painter(), members=2).stages()))
+    for wrong in (maps[:, :, 1:], maps[:, 0, 0]):
+        with pytest.raises(PluresError, match=r"give one class for each place, \[4, 12, 12\]"):
+            painting(pixels, wrong)
+    tagging = next(iter(getattr(plures, name)(tagger(), members=2, loss=LAST).stages()))
+    with pytest.raises(PluresError, match=r"classes on axis -1, for targets of shape \[4, 9\]: give .* \[4, 10\]"):
+        tagging(words, tags[:, 1:])
+    assert painting(pixels, maps).isfinite()
+    assert tagging(words, tags).isfinite()
+    shares = nn.functional.one_hot(maps, CLASSES).movedim(-1, 1).float()
+    torch.testing.assert_close(painting.eval()(pixels, shares), painting(pixels, maps))
+
+
+def test_an_axis_that_is_not_there_gets_one_sentence() -> None:
+    stage = next(iter(plures.Deterministic(painter(), loss=plures.CrossEntropy(class_axis=4)).stages()))
+    with pytest.raises(PluresError, match="has no axis 4: name another class_axis"):
+        stage(*pictures(2, 0))

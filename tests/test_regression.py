@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crepes import ConformalRegressor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -115,6 +116,25 @@ def test_intervals_cover_as_often_as_asked(normalised: bool) -> None:
         found.append(metrics.interval_coverage(lower, upper, targets[new]))
     assert abs(sum(found) / 20 - 0.9) < 0.0165
     assert all(abs(one - 0.9) < 4 * 0.0165 for one in found)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_intervals_are_those_of_crepes(normalised: bool) -> None:
+    ensemble, (x, targets), (new, _) = made(), waves(200, seed=12), waves(50, seed=13)
+    plain, asked = ensemble.regress(x), ensemble.regress(new)
+    judge = ConformalRegressor()
+    residuals = (targets - plain.mean)[:, 0].double().numpy()
+    judge.fit(residuals, sigmas=plain.std[:, 0].double().numpy() if normalised else None)
+    sigmas = asked.std[:, 0].double().numpy() if normalised else None
+    expected = judge.predict_int(asked.mean[:, 0].double().numpy(), sigmas=sigmas, confidence=0.9)
+    found = torch.cat(ensemble.calibrate(x, targets).regress(new).interval(0.9, normalised=normalised), dim=1)
+    assert found.double().numpy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_empty_batch_has_an_empty_answer() -> None:
+    answer = made().regress(torch.zeros(0, 1))
+    assert len(answer) == 0
+    assert answer.std.shape == (0, 1)
 
 
 def test_normalised_intervals_follow_the_noise_and_plain_ones_are_even() -> None:

@@ -2,32 +2,33 @@
 
     python docs/make/trust.py runs/cifar10-cpu --ood svhn --data-dir data
 
-What the run folders do not hold yet (trust.json) is measured first.
+What the run folders do not hold yet (trust.json) is measured first and kept there. Every sentence that depends on a
+number is written from it.
 """
 
 import argparse
-import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-
-import matplotlib.pyplot as plt
-
-from plures.lab.compare.rows import Row, rows_of
+import trust_sentences as say
+from plures.lab.compare.rows import Finished, Row, rows_of
 from plures.lab.evaluation.trust import measured_trust
-from plures.lab.methods import Look, looks_of, place_of
+from plures.lab.methods import place_of
+from plures.lab.runs.config import train_command
+from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.machine import machine
+from trust_pictures import Found, draw
+from trust_sentences import listed, scores
 
 DOCS = Path(__file__).parent.parent
 PICTURES = DOCS / "results"
-matplotlib.rcParams |= {"svg.hashsalt": "plures", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+LINE = 150  # characters of a line of prose
+SHOWN = (0.8, 0.9, 0.95, 0.98, 0.99)  # thresholds in the table of members on demand; the picture has more
 
-Found = Mapping[str, Mapping[str, Any]]
+One = Mapping[str, Any]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -39,63 +40,92 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=DOCS / "trust.md")
     asked = parser.parse_args(words)
     rows = sorted(rows_of(asked.runs), key=lambda row: place_of(row.name))
-    found = {row.name: measured_trust(row.runs[0].path, asked.data_dir, shift=True, ood=asked.ood) for row in rows}
-    command = f"python docs/make/trust.py {shlex.join(map(str, asked.runs))} --ood {asked.ood}"
+    found = {row.name: _measured(row, asked.data_dir, asked.ood) for row in rows}
     pictures = asked.out.parent / PICTURES.name
     pictures.mkdir(exist_ok=True)
     draw(found, pictures, asked.ood)
-    asked.out.write_text(page(rows, found, asked.ood, command))
+    asked.out.write_text(page(rows, found, asked.ood))
     print(asked.out, file=sys.stderr)
 
 
-def draw(found: Found, folder: Path, ood: str) -> None:
-    """Draw the four figures."""
-    looks = looks_of(found)
-    _severity(found, looks, folder / "trust-shift.svg")
-    _strangers(found, looks, folder / "trust-strangers.svg", ood)
-    _risk(found, looks, folder / "trust-risk-coverage.svg")
-    _on_demand(found, looks, folder / "trust-on-demand.svg")
+def _measured(row: Row, data_dir: Path | None, ood: str) -> One:
+    def tell(words: str) -> None:
+        print(f"{row.name}: {words}", file=sys.stderr, flush=True)
+
+    return measured_trust(row.runs[0].path, data_dir, shift=True, ood=ood, tell=tell)
 
 
-def page(rows: Sequence[Row], found: Found, ood: str, command: str) -> str:
+def page(rows: Sequence[Row], found: Found, ood: str) -> str:
     """Fill the page."""
     first, some, here = rows[0].runs[0], next(iter(found.values())), machine()
     tables = {
         name: _table(columns, [line for pair in found.items() for line in lines(*pair)])
         for name, columns, lines in TABLES
     }
-    return (
+    recipe = first.made.recipe or first.config["data"]["name"]
+    home = Path("runs") / recipe
+    return _wrapped(
         (Path(__file__).parent / "trust.template")
         .read_text()
         .format(
-            command=command,
+            command=f"python docs/make/trust.py {home} --ood {ood}",
+            trained="\n".join(train_command(row.runs[0].config, _place(home, row.runs[0])) for row in rows),
+            epochs=_epochs(rows),
             data=first.config["data"]["name"],
+            size=first.config["data"]["size"],
             network=first.config["recipe"]["model"],
             seed=first.seed,
             images=some["home"]["images"],
+            held_out=some.get("calibrated", {}).get("held_out", 0),
             shifted=some["shift"]["images"],
+            strangers=some["ood"]["images"],
             processor=here["processor"],
             torch=here["torch"],
             ood=ood,
+            calibrated=say.calibration(found),
+            covered=say.coverage(found),
+            bounds=say.bounds(found),
+            fallen=say.shift(found),
+            told=say.strangers(found, ood),
+            halves=say.silence(found),
+            saved=say.on_demand(found),
             **tables,
         )
     )
 
 
-def _home(name: str, one: Mapping[str, Any]) -> list[list[str]]:
+def _wrapped(text: str) -> str:
+    """Break the lines of plain paragraphs again: filled places have made them uneven."""
+    parts = [
+        part if part.startswith(("#", "|", "!", "```")) else textwrap.fill(part, LINE, break_on_hyphens=False)
+        for part in text.strip().split("\n\n")
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _place(home: Path, run: Finished) -> Path:
+    return home / run.name.replace(" ", "-") / f"seed-{run.seed}"
+
+
+def _epochs(rows: Sequence[Row]) -> str:
+    each = [f"{row.name} {len(RunFolder(row.runs[0].path).records())}" for row in rows]
+    return listed(each)
+
+
+def _home(name: str, one: One) -> list[list[str]]:
     home, after = one["home"], one.get("calibrated", {})
+    held_out = [_figure(after.get(key), 3) for key in ("held_out_nll", "held_out_nll_after")]
     figures = [
         f"{100 * home['accuracy']:.1f}",
-        f"{home['nll']:.3f}",
-        _figure(after.get("nll"), 3),
-        f"{home['ece']:.4f}",
-        _figure(after.get("ece"), 4),
         _figure(after.get("temperature"), 2),
+        " → ".join(held_out),
+        f"{home['nll']:.3f} → {_figure(after.get('nll'), 3)}",
+        f"{home['ece']:.3f} → {_figure(after.get('ece'), 3)}",
     ]
     return [[name, str(home["members"]), *figures]]
 
 
-def _sets(name: str, one: Mapping[str, Any]) -> list[list[str]]:
+def _sets(name: str, one: One) -> list[list[str]]:
     kinds = {each["kind"]: each for each in one.get("sets", [])}
     cells = [name]
     for kind in ("least ambiguous", "adaptive"):
@@ -104,33 +134,60 @@ def _sets(name: str, one: Mapping[str, Any]) -> list[list[str]]:
     return [cells]
 
 
-def _shift(name: str, one: Mapping[str, Any]) -> list[list[str]]:
+def _bounded(name: str, one: One) -> list[list[str]]:
+    return [
+        [name, f"{100 * each['risk']:g}", f"{100 * each['answered']:.1f}", f"{100 * each['wrong']:.1f}"]
+        for each in one.get("bounded", [])
+    ]
+
+
+def _shift(name: str, one: One) -> list[list[str]]:
     shift = one["shift"]
-    return [[name, f"{100 * shift['accuracy']:.1f}", f"{shift['nll']:.3f}", f"{shift['ece']:.4f}"]]
+    severities = [f"{100 * each['accuracy']:.1f}" for each in shift["by_severity"]]
+    means = [f"{100 * shift['accuracy']:.1f}", f"{shift['nll']:.3f}", f"{shift['ece']:.3f}"]
+    return [[name, f"{100 * one['home']['accuracy']:.1f}", *severities, *means]]
 
 
-def _ood(name: str, one: Mapping[str, Any]) -> list[list[str]]:
-    scores = {each["score"]: each for each in one["ood"]["scores"]}
-    by = [f"{100 * scores[score]['auroc']:.1f}" for score in ("entropy", "1 - max p", "mutual information")]
-    return [[name, *by, f"{100 * scores['entropy']['fpr95']:.1f}"]]
+def _ood(name: str, one: One) -> list[list[str]]:
+    found = scores(one)
+    by = [_percent(found.get(score, {}).get("auroc")) for score in ("entropy", "1 - max p", "mutual information")]
+    return [[name, *by, _percent(found["entropy"]["fpr95"])]]
 
 
-def _aurc(name: str, one: Mapping[str, Any]) -> list[list[str]]:
+def _aurc(name: str, one: One) -> list[list[str]]:
     curve = one["risk_coverage"]
-    half = next(risk for coverage, risk in zip(curve["coverage"], curve["risk"], strict=True) if coverage >= 0.5)
-    return [[name, f"{one['home']['aurc']:.4f}", f"{100 * half:.1f}", f"{100 * curve['risk'][-1]:.1f}"]]
+
+    def at(share: float) -> str:
+        pairs = zip(curve["coverage"], curve["risk"], strict=True)
+        return _percent(next(risk for coverage, risk in pairs if coverage >= share))
+
+    return [[name, f"{one['home']['aurc']:.4f}", at(0.25), at(0.5), at(0.75), _percent(curve["risk"][-1])]]
 
 
-def _demand(name: str, one: Mapping[str, Any]) -> list[list[str]]:
+def _demand(name: str, one: One) -> list[list[str]]:
+    """List the thresholds that differ: those that stop at the same places share a line."""
     members = one["home"]["members"]
     if members == 1:
         return []
-    lines = []
+    groups: dict[float, list[One]] = {}
     for each in one.get("on_demand", []):
+        if each["until"] in SHOWN:
+            groups.setdefault(each["members"], []).append(each)
+    lines = []
+    for group in groups.values():
+        each, until = group[0], f"{group[0]['until']:g}"
+        until += f" to {group[-1]['until']:g}" if len(group) > 1 else ""
         saved, lost = 1 - each["members"] / members, one["calibrated"]["accuracy"] - each["accuracy"]
-        figures = [f"{each['members']:.2f} of {members}", f"{100 * saved:.0f}", f"{100 * each['accuracy']:.2f}"]
-        lines.append([name, f"{each['until']:g}", *figures, f"{100 * lost:+.2f}", f"{each['nll']:.3f}"])
+        figures = [f"{each['members']:.2f} of {members}", f"{100 * saved:.0f}", f"{100 * each['early_same']:.1f}"]
+        figures[-1] = figures[-1] if each["early"] else "-"
+        lines.append(
+            [name, until, *figures, f"{100 * each['accuracy']:.2f}", f"{100 * lost:+.2f}", f"{each['nll']:.3f}"]
+        )
     return lines
+
+
+def _percent(value: float | None) -> str:
+    return _figure(None if value is None else 100 * value, 1)
 
 
 def _figure(value: float | None, digits: int) -> str:
@@ -143,82 +200,26 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 TABLES = [
-    (
-        "home",
-        ["method", "members", "accuracy %", "NLL", "calibrated NLL", "ECE", "calibrated ECE", "temperature"],
-        _home,
-    ),
+    ("home", ["method", "members", "accuracy %", "temperature", "NLL, validation", "NLL, test", "ECE, test"], _home),
     ("sets", ["method", "least ambiguous: covered %", "classes", "adaptive: covered %", "classes"], _sets),
-    ("shift", ["method", "accuracy %", "NLL", "ECE"], _shift),
+    ("bounded", ["method", "risk asked for, %", "answered %", "error % of these"], _bounded),
     (
-        "strangers",
+        "shift",
+        ["method", "uncorrupted", *(f"severity {one}" for one in range(1, 6)), "mean", "NLL, mean", "ECE, mean"],
+        _shift,
+    ),
+    (
+        "strangers_table",
         ["method", "AUROC % by entropy", "by 1 - max p", "by mutual information", "FPR95 % by entropy"],
         _ood,
     ),
-    ("silent", ["method", "AURC", "error % of the most confident half", "error % of all"], _aurc),
+    ("silent", ["method", "AURC", "error % of the most confident quarter", "half", "three quarters", "all"], _aurc),
     (
         "demand",
-        ["method", "until", "members used", "passes saved %", "accuracy %", "lost, points", "NLL"],
+        ["method", "until", "members used", "passes saved %", "same label %", "accuracy %", "lost, points", "NLL"],
         _demand,
     ),
 ]
-
-
-def _severity(found: Found, looks: Mapping[str, Look], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3), layout="constrained")
-    for name, one in found.items():
-        places = [0, *(each["severity"] for each in one["shift"]["by_severity"])]
-        for axis, key in zip(axes, ("accuracy", "ece"), strict=True):
-            values = [one["home"][key], *(each[key] for each in one["shift"]["by_severity"])]
-            axis.plot(places, values, color=looks[name].colour, marker=looks[name].marker, ms=4, label=name)
-    for axis, title in zip(axes, ("accuracy", "ECE"), strict=True):
-        axis.set(xlabel="severity (0: uncorrupted)", title=title)
-    axes[0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def _strangers(found: Found, looks: Mapping[str, Look], path: Path, ood: str) -> None:
-    figure, axes = plt.subplots(1, len(found), figsize=(2.2 * len(found), 2.4), sharey=True, layout="constrained")
-    for axis, (name, one) in zip([axes] if len(found) == 1 else axes, found.items(), strict=True):
-        counts = one["ood"]
-        step = counts["most"] / len(counts["known"])
-        edges = [step * place for place in range(len(counts["known"]) + 1)]
-        axis.stairs(counts["known"], edges, color="#444444", label="in-distribution")
-        axis.stairs(counts["strange"], edges, color=looks[name].colour, fill=True, alpha=0.5, label=ood)
-        axis.set(title=name, xlabel="entropy, nats")
-        axis.legend(frameon=False, fontsize=7)
-    _save(figure, path)
-
-
-def _risk(found: Found, looks: Mapping[str, Look], path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
-    for name, one in found.items():
-        axis.plot(one["risk_coverage"]["coverage"], one["risk_coverage"]["risk"], color=looks[name].colour, label=name)
-    axis.set(xlabel="share of images with a prediction", ylabel="error rate among them")
-    axis.legend(frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def _on_demand(found: Found, looks: Mapping[str, Look], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3), layout="constrained")
-    for name, one in found.items():
-        members = one["home"]["members"]
-        if members == 1:
-            continue
-        whole = [*one.get("on_demand", []), {"members": members, **one.get("calibrated", one["home"])}]
-        used = [each["members"] / members for each in whole]
-        for axis, key in zip(axes, ("accuracy", "nll"), strict=True):
-            values = [each[key] for each in whole]
-            axis.plot(used, values, color=looks[name].colour, marker=looks[name].marker, ms=4, label=name)
-    for axis, title in zip(axes, ("accuracy", "NLL"), strict=True):
-        axis.set(xlabel="share of member passes", title=title)
-    axes[0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 if __name__ == "__main__":

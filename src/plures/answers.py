@@ -66,6 +66,8 @@ class Prediction:
         the difficulty of the sample and always contain the most probable class. A `penalty` for every class after the
         first `free` ones keeps adaptive sets small (see `plures.guarantees`).
         """
+        if not adaptive and (penalty, free) != (0.0, 1):
+            raise PluresError("penalty and free shape adaptive sets only: say adaptive=True, or leave them out")
         return self._calibrated("sets").sets(self._whole("sets"), coverage, adaptive, penalty, free)
 
     def abstain(self, risk: float, *, delta: float = 0.05) -> "Prediction":
@@ -221,7 +223,7 @@ class Regression:
         _refuse_nan(outputs)
         values = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
         means, variances = mean_and_variance(values, axis=2) if variance else (values, None)
-        epistemic = means.var(dim=0, correction=0)
+        epistemic = (means - means.mean(0)).square().mean(0)
         aleatoric = torch.zeros_like(epistemic) if variances is None else variances.mean(0)
         if calibration is not None:
             square = calibration.scale.to(epistemic).square()

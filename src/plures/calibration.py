@@ -51,11 +51,15 @@ class ClassCalibration:
     @classmethod
     def fit(cls, members: Tensor, targets: Tensor, per_member: bool = False) -> Self:
         """Learn from the members' probabilities [members, samples, classes, ...] and targets [samples, ...]."""
+        if members.dim() > 3 and targets.dim() == 1:
+            raise PluresError(
+                f"targets of shape {list(targets.shape)} must have one class for each place of the answers, "
+                f"{[members.shape[1], *members.shape[3:]]}"
+            )
         flat, labels = labelled("members", members, targets, rank=3)
         if not bool((labels != labels[0]).any()):
-            raise PluresError(
-                f"all {len(labels)} held-out targets are class {int(labels[0])}: calibrate on data of several classes"
-            )
+            which = f"all {len(labels)} held-out targets are" if len(labels) > 1 else "the only held-out target is"
+            raise PluresError(f"{which} class {int(labels[0])}: calibrate on data of several classes")
         plain = flat.mean(0)
         own = torch.ones(len(flat), dtype=torch.float64)
         if per_member:

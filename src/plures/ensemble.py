@@ -83,7 +83,7 @@ class Stage(nn.Module):
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
         logits = self.logits(inputs)
-        refuse_one_class(self.loss, logits)
+        check_classes(self.loss, logits, targets)
         return self.loss(logits, targets)
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
@@ -266,12 +266,24 @@ class Ensemble(Predictor, ABC):
 SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_masks")
 
 
-def refuse_one_class(loss: Loss, logits: Tensor) -> None:
-    """Refuse to train one number per sample with cross-entropy, which is zero for a single class."""
-    if is_for_classes(loss) and logits.dim() > 1 and logits.shape[class_axis(loss)] == 1:
+def check_classes(loss: Loss, logits: Tensor, targets: Tensor) -> None:
+    """Refuse logits that a loss for classes cannot train on: of one class, which cost nothing, or of other places."""
+    if not is_for_classes(loss) or logits.dim() < 2:
+        return
+    axis, shape = class_axis(loss), list(logits.shape)
+    if not -len(shape) <= axis < len(shape):
+        raise PluresError(f"the network returned {shape}, which has no axis {axis}: name another class_axis")
+    if shape[axis] == 1:
         raise PluresError(
-            f"the network returned {list(logits.shape)}: one number per sample, and its cross-entropy is always zero: "
+            f"the network returned {shape}: one number per sample, and its cross-entropy is always zero: "
             "return one logit per class (two for a yes-no question), or give another loss, as for regression: loss=..."
+        )
+    places = [*shape[: axis % len(shape)], *shape[axis % len(shape) + 1 :]]
+    distributions = [places[0], shape[axis], *places[1:]]
+    if len(shape) > 2 and list(targets.shape) not in (places, distributions):
+        raise PluresError(
+            f"the network returned {shape}, classes on axis {axis}, for targets of shape {list(targets.shape)}: give "
+            f"one class for each place, {places}"
         )
 
 

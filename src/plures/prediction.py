@@ -251,7 +251,11 @@ def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PluresError(f"the loader gave {type(pair).__name__}; expected pairs of inputs and targets")
-        yield pair[0], torch.as_tensor(pair[1])
+        try:
+            numbers = torch.as_tensor(pair[1])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise PluresError(f"the targets are no numbers ({error}): give them as one tensor") from error
+        yield pair[0], numbers
 
 
 def _like_one(part: Any, batch: Tensor) -> Any:

@@ -140,7 +140,8 @@ def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         for name, found in [*kinds.items(), ("all", _means(kinds, severities))]
     ]
     columns = ["corruption", *(f"severity {one}" for one in severities), "NLL", "ECE"]
-    return table("accuracy under shift", columns, lines, words=["corruption"])
+    title = f"accuracy under shift, on {rows[0]['images']:,} test images"
+    return table(title, columns, lines, words=["corruption"])
 
 
 def _means(kinds: Mapping[str, Sequence[Mapping[str, Any]]], severities: Sequence[int]) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of, unknown, whole_number
-from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_one_class
+from plures.ensemble import Ensemble, Stage, Step, Stored, check_classes
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.seeding import check_seed
@@ -109,7 +109,7 @@ class TogetherStage(Stage):
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch for all members, which have the same targets."""
         logits = self.logits(inputs)
-        refuse_one_class(self.loss, logits[0])
+        check_classes(self.loss, logits[0], targets)
         losses = torch.stack([self.loss(member, targets) for member in logits])
         return losses.mean() if self.reduction == "mean" else losses.sum()
 

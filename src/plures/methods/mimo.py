@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
 from plures.checks import whole_number
-from plures.ensemble import Stage, Step, Stored, refuse_one_class
+from plures.ensemble import Stage, Step, Stored, check_classes
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import (
@@ -131,7 +131,7 @@ class _Training(Stage):
         else:
             rows = torch.arange(len(images), device=images.device).expand(self.slots[0], -1)
         heads = cast(_Slots, self.network).run([images[row] for row in rows], name)
-        refuse_one_class(self.loss, heads[0])
+        check_classes(self.loss, heads[0], targets[rows[0]])
         return torch.stack([self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]).sum()
 
 

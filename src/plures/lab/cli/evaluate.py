@@ -1,5 +1,6 @@
 """plures evaluate: measure a finished run."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -19,11 +20,11 @@ class Evaluate:
 
     What is measured:
       Metrics are computed on the test images. The temperature for the
-      calibrated NLL is fitted on the validation images. --shift corrupts the
-      test images by noise, blur, weather and compression, the same way each
-      time. --ood converts other data to the size and colours of the run, and
-      measures how well uncertainty separates it from the test images. The
-      command writes no files.
+      calibrated NLL is fitted on the validation images. --shift corrupts up to
+      1,000 test images by noise, blur, weather and compression, the same way
+      each time. --ood converts other data (up to 10,000 images) to the size and
+      colours of the run, and measures how well uncertainty separates it from
+      the test images. The command writes no files.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -55,7 +56,7 @@ class Evaluate:
         unfamiliar = open_data(self.ood, data_dir=self.data_dir, like=data.info) if self.ood else None
         found: dict[str, Any] = {"run": str(self.run), "test": evaluate(run.ensemble, data)}
         if self.shift:
-            found["shift"] = evaluate_shift(run.ensemble, data)
+            found["shift"] = evaluate_shift(run.ensemble, data, lambda words: print(words, file=sys.stderr))
         if unfamiliar:
             found["ood"] = {"data": self.ood, "scores": evaluate_ood(run.ensemble, data, unfamiliar)}
         if self.json:

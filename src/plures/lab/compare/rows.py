@@ -5,6 +5,7 @@ Names and commands follow from a run's config.json alone: no network is built.
 
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -156,7 +157,10 @@ def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: 
     """Measure the runs of the rows under shift and among other data, where that was not done yet."""
 
     def measured(run: Finished) -> Finished:
-        found = measured_trust(run.path, data_dir, shift=shift, ood=ood)
+        def tell(words: str) -> None:
+            print(f"{run.name}, seed {run.seed}: {words}", file=sys.stderr)
+
+        found = measured_trust(run.path, data_dir, shift=shift, ood=ood, tell=tell)
         return replace(run, metrics={**run.metrics, **as_metrics(found)})
 
     return [replace(row, runs=tuple(map(measured, row.runs))) for row in rows]

@@ -4,7 +4,6 @@ The results are kept in the run folder as trust.json, where comparisons, the rep
 """
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,17 +18,18 @@ from plures import files, metrics
 from plures.calibration import ClassCalibration
 from plures.errors import PluresError
 from plures.guarantees import held_out_for_coverage
-from plures.lab.data import Data, Split, open_data
-from plures.lab.evaluation.evaluate import evaluate_shift, predictions, told_apart
+from plures.lab.data import Data, open_data
+from plures.lab.evaluation.evaluate import OTHER_IMAGES, Tell, evaluate_shift, evenly, predictions, told_apart
 from plures.lab.runs.open import open_run
 from plures.lab.runs.shapes import Maybe, read_object
 
 FILE = "trust.json"
-SHIFT_IMAGES = 2000  # test images that are spoiled in every way; more would change the means by less than seeds do
 POINTS = 100  # of a risk-coverage curve
 BINS = 25  # of a histogram
-UNTIL = (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-COVERAGE = 0.9
+# Thresholds of members on demand, closer together towards 1, where a step decides more.
+UNTIL = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.998)
+COVERAGE = 0.9  # of sets
+RISKS = (0.02, 0.05, 0.1, 0.2)  # of answers; those that the validation images can promise are measured
 SEVERITIES = 5
 FIGURES = dict.fromkeys(("accuracy", "nll", "ece"), float)
 SHAPE = {
@@ -70,10 +70,12 @@ def _makes_sense(found: Trust) -> bool:
     )
 
 
-def measured_trust(folder: Path, data_dir: Path | None, *, shift: bool, ood: str | None) -> Trust:
-    """Measure what is asked for and was not measured before, and keep it in the run folder."""
+def measured_trust(
+    folder: Path, data_dir: Path | None, *, shift: bool, ood: str | None, tell: Tell = lambda words: None
+) -> Trust:
+    """Measure what is asked for and was not measured before, and keep each part in the run folder at once."""
     found = kept_trust(folder)
-    home_missing = "home" not in found
+    home_missing = "home" not in found or ("calibrated" in found and "first_members" not in found)  # of older versions
     shift_missing = shift and "shift" not in found
     ood_missing = ood is not None and found.get("ood", {}).get("data") != ood
     if not (home_missing or shift_missing or ood_missing):
@@ -81,16 +83,19 @@ def measured_trust(folder: Path, data_dir: Path | None, *, shift: bool, ood: str
     run = open_run(folder)
     run.need_pictures("--shift and --ood")
     data = run.data(data_dir)
-    members, targets = predictions(run.ensemble, data.test)
+    # Other data that are missing are told before the first long measurement, not after it.
+    other = open_data(ood, data_dir=data_dir, like=data.info).test if ood is not None and ood_missing else None
+    if home_missing or other is not None:
+        tell(f"{len(data.test):,} test images as they are")
+        members, targets = predictions(run.ensemble, data.test)
     if home_missing:
-        found |= at_home(members, targets, *_held_out(run.ensemble, data))
+        _keep(folder, found, at_home(members, targets, *_held_out(run.ensemble, data)))
+    if other is not None:
+        some = evenly(other, OTHER_IMAGES)
+        tell(f"{len(some):,} images of {ood}")
+        _keep(folder, found, {"ood": {"data": ood, **among_strangers(members, predictions(run.ensemble, some)[0])}})
     if shift_missing:
-        found["shift"] = under_shift(run.ensemble, data)
-    if ood is not None and ood_missing:
-        other = open_data(ood, data_dir=data_dir, like=data.info).test
-        found["ood"] = {"data": ood, **among_strangers(members, predictions(run.ensemble, other)[0])}
-    with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
-        files.write(folder / FILE, json.dumps(found, indent=1, allow_nan=False).encode() + b"\n")
+        _keep(folder, found, {"shift": under_shift(run.ensemble, data, tell)})
     return found
 
 
@@ -119,28 +124,32 @@ def at_home(members: Tensor, targets: Tensor, held_out: Tensor | None, labels: T
     if held_out is None or labels is None or not bool((labels != labels[0]).any()):
         return found
     calibration = ClassCalibration.fit(held_out, labels)
+    before, after = calibration.nll.tolist()
     found["calibrated"] = {
         "held_out": len(labels),
+        "held_out_nll": before,
+        "held_out_nll_after": after,
         "temperature": calibration.temperature,
         **_quality(calibration.probabilities(members), targets),
     }
     found["on_demand"] = [_on_demand(calibration, members, targets, until) for until in UNTIL]
+    found["first_members"] = [_first(calibration, members, targets, count) for count in range(1, len(members) + 1)]
+    found["bounded"] = [one for risk in RISKS if (one := _bounded(calibration, mean, targets, risk))]
     if len(labels) >= held_out_for_coverage(COVERAGE):
-        for name, adaptive in (("least ambiguous", False), ("adaptive", True)):
-            sets = calibration.sets(mean, COVERAGE, adaptive, penalty=0.0, free=1)
-            covered = float(sets.gather(1, targets[:, None]).double().mean())
-            size = float(sets.sum(1).double().mean())
-            found.setdefault("sets", []).append({"kind": name, "asked": COVERAGE, "covered": covered, "size": size})
+        found["sets"] = [
+            _sets(calibration, mean, targets, kind, adaptive)
+            for kind, adaptive in (("least ambiguous", False), ("adaptive", True))
+        ]
     return found
 
 
-def under_shift(ensemble: Any, data: Data) -> Trust:
+def under_shift(ensemble: Any, data: Data, tell: Tell = lambda words: None) -> Trust:
     """Measure on spoiled test images: every row, and the means over all kinds at each severity."""
-    test = evenly(data.test, SHIFT_IMAGES)
-    rows = evaluate_shift(ensemble, dataclasses.replace(data, test=test))
+    rows = evaluate_shift(ensemble, data, tell)
     severities = sorted({row["severity"] for row in rows})
     return {
-        "images": len(test),
+        "images": rows[0]["images"],
+        "size": data.info.size,
         "rows": rows,
         "by_severity": [
             {"severity": severity} | _means([row for row in rows if row["severity"] == severity])
@@ -155,15 +164,20 @@ def among_strangers(inside: Tensor, outside: Tensor) -> Trust:
     doubt = [metrics.uncertainty(one).total for one in (inside, outside)]
     most = float(np.log(inside.shape[-1]))
     histograms = [(torch.histc(one, BINS, 0, most) / len(one)).tolist() for one in doubt]
-    return {"scores": told_apart(inside, outside), "known": histograms[0], "strange": histograms[1], "most": most}
+    return {
+        "images": outside.shape[1],
+        "scores": told_apart(inside, outside),
+        "known": histograms[0],
+        "strange": histograms[1],
+        "most": most,
+    }
 
 
-def evenly(split: Split, most: int) -> Split:
-    """Take at most so many rows of a split, evenly over all of it, so that every class keeps its share."""
-    if len(split) <= most:
-        return split
-    places = np.linspace(0, len(split) - 1, most).round().astype(int)
-    return dataclasses.replace(split, rows=split.rows[places], labels=split.labels[places])
+def _keep(folder: Path, found: Trust, more: Trust) -> None:
+    """Add what was measured, in memory and in the folder: an interruption then loses one part at most."""
+    found |= more
+    with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
+        files.write(folder / FILE, json.dumps(found, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def _held_out(ensemble: Any, data: Data) -> tuple[Tensor | None, Tensor | None]:
@@ -175,10 +189,47 @@ def _quality(probabilities: Tensor, targets: Tensor) -> dict[str, float]:
     return {name: metric(probabilities, targets) for name, metric in named.items()}
 
 
+def _sets(
+    calibration: ClassCalibration, mean: Tensor, targets: Tensor, kind: str, adaptive: bool
+) -> dict[str, str | float]:
+    sets = calibration.sets(mean, COVERAGE, adaptive, penalty=0.0, free=1)
+    covered = float(sets.gather(1, targets[:, None]).double().mean())
+    return {"kind": kind, "asked": COVERAGE, "covered": covered, "size": float(sets.sum(1).double().mean())}
+
+
+def _bounded(calibration: ClassCalibration, mean: Tensor, targets: Tensor, risk: float) -> dict[str, float] | None:
+    """Measure the answers that a risk leaves; None where the held-out images cannot promise it."""
+    try:
+        threshold = calibration.selection(risk, delta=0.05).threshold
+    except PluresError:
+        return None
+    confidence, label = mean.max(1)
+    given = confidence.double() >= threshold
+    wrong = float((label != targets)[given].double().mean()) if bool(given.any()) else 0.0
+    return {"risk": risk, "answered": float(given.double().mean()), "wrong": wrong}
+
+
 def _on_demand(calibration: ClassCalibration, members: Tensor, targets: Tensor, until: float) -> dict[str, float]:
     probabilities, used = calibration.on_demand(members, until)
-    return {"until": until, "members": float(used.double().mean())} | {
-        name: value for name, value in _quality(probabilities, targets).items() if name in ("accuracy", "nll")
+    label, whole = probabilities.argmax(1), calibration.probabilities(members).argmax(1)
+    early = used < len(members)
+    return {
+        "until": until,
+        "members": float(used.double().mean()),
+        "early": float(early.double().mean()),
+        "early_same": float((label == whole)[early].double().mean()) if bool(early.any()) else 1.0,
+        "accuracy": metrics.accuracy(probabilities, targets),
+        "nll": metrics.nll(probabilities, targets),
+    }
+
+
+def _first(calibration: ClassCalibration, members: Tensor, targets: Tensor, count: int) -> dict[str, float]:
+    """Measure the first members alone, for every image: what members on demand have to be better than."""
+    probabilities = calibration.probabilities(members[:count])
+    return {
+        "members": count,
+        "accuracy": metrics.accuracy(probabilities, targets),
+        "nll": metrics.nll(probabilities, targets),
     }
 
 

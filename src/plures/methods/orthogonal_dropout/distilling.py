@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plures.calling import call
 from plures.checks import number
-from plures.ensemble import Ensemble, Stage, Step, refuse_one_class
+from plures.ensemble import Ensemble, Stage, Step, check_classes
 from plures.errors import PluresError
 from plures.losses import Loss, class_axis, is_for_classes, name_of
 
@@ -39,7 +39,7 @@ class Distilled(Stage):
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
         logits = self.logits(inputs)
-        refuse_one_class(self.loss, logits)
+        check_classes(self.loss, logits, targets)
         disagreement = -(self.said(inputs) * logits.log_softmax(self.axis)).sum(self.axis).mean()
         return (1 - self.share) * self.loss(logits, targets) + self.share * disagreement
 

@@ -1,0 +1,130 @@
+"""The four figures of docs/trust.md: shift, out-of-distribution data, risk against coverage, members on demand."""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from plures.lab.methods import Look, looks_of
+from plures.lab.paper.canvas import INK, RULES, WIDTH
+
+Found = Mapping[str, Mapping[str, Any]]
+KNOWN = "#9A9A9A"
+PER_LINE = 4  # histograms
+
+
+def draw(found: Found, folder: Path, ood: str) -> None:
+    """Draw the four figures."""
+    looks = looks_of(found)
+    with matplotlib.rc_context({**RULES, "axes.grid": True, "xtick.color": INK, "ytick.color": INK}):
+        _severity(found, looks, folder / "trust-shift.svg")
+        _strangers(found, looks, folder / "trust-strangers.svg", ood)
+        _risk(found, looks, folder / "trust-risk-coverage.svg")
+        _on_demand(found, looks, folder / "trust-on-demand.svg")
+
+
+def _severity(found: Found, looks: Mapping[str, Look], path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
+    for name, one in found.items():
+        places = [0, *(each["severity"] for each in one["shift"]["by_severity"])]
+        for axis, key in zip(axes, ("accuracy", "ece"), strict=True):
+            values = [one["home"][key], *(each[key] for each in one["shift"]["by_severity"])]
+            axis.plot(places, values, label=name, **_line(looks[name]))
+    for axis, title in zip(axes, ("accuracy", "ECE"), strict=True):
+        axis.set(xlabel="severity (0: uncorrupted)", title=title)
+    axes[0].yaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10]))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes[1].set_ylim(bottom=0)
+    _legend(figure, axes[0])
+    _save(figure, path)
+
+
+def _strangers(found: Found, looks: Mapping[str, Look], path: Path, ood: str) -> None:
+    columns = min(PER_LINE, len(found))
+    lines = -(-len(found) // columns)
+    size = (WIDTH, 2.1 * lines + 0.35)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    for axis, (name, one) in zip(axes.flat, found.items(), strict=False):
+        counts = one["ood"]
+        step = counts["most"] / len(counts["known"])
+        edges = [step * place for place in range(len(counts["known"]) + 1)]
+        axis.stairs(counts["known"], edges, color=KNOWN, fill=True, alpha=0.6, label="in-distribution")
+        axis.stairs(counts["strange"], edges, color=looks[name].colour, lw=1.6, label=ood)
+        axis.set_title("\n".join(textwrap.wrap(name, 22)))
+        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    figure.supxlabel("entropy of the prediction, nats", fontsize=matplotlib.rcParams["font.size"])
+    axes[0, 0].set_ylabel("share of the images")
+    own, other = axes[0, 0].get_legend_handles_labels()[0]
+    other = plt.Line2D([], [], color=INK, lw=1.6) if len(found) > 1 else other
+    figure.legend([own, other], ["in-distribution", ood], loc="outside upper center", ncols=2)
+    _save(figure, path)
+
+
+def _risk(found: Found, looks: Mapping[str, Look], path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(0.72 * WIDTH, 3.4), layout="constrained")
+    for name, one in found.items():
+        curve = one["risk_coverage"]
+        axis.plot(curve["coverage"], curve["risk"], color=looks[name].colour, lw=1.6, label=name)
+    axis.set(xlabel="share of images with a prediction, most confident first", ylabel="error rate among them")
+    axis.set(xlim=(0, 1), ylim=(0, None))
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.legend(loc="upper left")
+    _save(figure, path)
+
+
+def _on_demand(found: Found, looks: Mapping[str, Look], path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.4), layout="constrained")
+    for name, one in found.items():
+        members = one["home"]["members"]
+        if members == 1 or "on_demand" not in one:
+            continue
+        asked = sorted([*one["on_demand"], {"members": members, **one["calibrated"]}], key=lambda each: each["members"])
+        for axis, key in zip(axes, ("accuracy", "nll"), strict=True):
+            line = _line(looks[name])
+            axis.plot(_shares(one["first_members"], members), _all(one["first_members"], key), **_dashed(looks[name]))
+            axis.plot(_shares(asked, members), _all(asked, key), label=name, **line)
+    for axis, title in zip(axes, ("accuracy", "NLL"), strict=True):
+        axis.set(xlabel="share of the member passes", title=title, xlim=(0, 1.02))
+        axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    axes[0].plot([], [], color=INK, ls=":", label="the same members for all")
+    _legend(figure, axes[0])
+    _save(figure, path)
+
+
+def _shares(rows: list[Mapping[str, Any]], members: int) -> list[float]:
+    return [each["members"] / members for each in rows]
+
+
+def _all(rows: list[Mapping[str, Any]], key: str) -> list[float]:
+    return [each[key] for each in rows]
+
+
+def _line(look: Look) -> dict[str, Any]:
+    return {"color": look.colour, "marker": look.marker, "ms": 4, "lw": 1.6}
+
+
+def _dashed(look: Look) -> dict[str, Any]:
+    return {"color": look.colour, "ls": ":", "lw": 1.3}
+
+
+def _legend(figure: Any, axis: Any) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 4), columnspacing=1.2)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

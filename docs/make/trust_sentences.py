@@ -1,0 +1,122 @@
+"""The sentences of docs/trust.md that follow from its figures."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Found = Mapping[str, Mapping[str, Any]]
+One = Mapping[str, Any]
+LITTLE = 0.002  # of accuracy, lost without regret
+
+
+def calibration(found: Found) -> str:
+    """Say what a temperature does to images that it was not fitted on."""
+    every = {name: one for name, one in found.items() if "calibrated" in one}
+    lower = [name for name, one in every.items() if one["calibrated"]["nll"] < one["home"]["nll"]]
+    higher = [name for name in every if name not in lower]
+    if not higher:
+        return "On the test images, which it has not seen, it lowers the NLL of all methods."
+    worst = max(every[name]["calibrated"]["nll"] - every[name]["home"]["nll"] for name in higher)
+    gained = f"lowers the NLL of {listed(lower)}, and " if lower else ""
+    return (
+        f"On the test images, which it has not seen, it {gained}raises that of {listed(higher)} by up to {worst:.3f}: "
+        "a temperature fitted on few images is uncertain."
+    )
+
+
+def coverage(found: Found) -> str:
+    """Say how far sets may stray from their promise by chance, and whether they do."""
+    every = [(each, one) for one in found.values() for each in one.get("sets", [])]
+    if not every:
+        return "There are too few validation images for it."
+    each, one = every[0]
+    spread = _chance(each["asked"], one["calibrated"]["held_out"], one["home"]["images"])
+    # Adaptive sets always hold the most probable class, so an accuracy above what was asked for is no miss.
+    missed = [each for each, _ in every if each["covered"] < each["asked"] - 2 * spread]
+    verdict = "None of them falls" if not missed else f"{len(missed)} of {len(every)} fall"
+    return (
+        f"With so many images the share that is covered differs from {100 * each['asked']:.0f} % by "
+        f"{100 * spread:.1f} points (one standard deviation) by chance. {verdict} short by more than two of these."
+    )
+
+
+def _chance(asked: float, held_out: int, images: int) -> float:
+    """Give the standard deviation of a coverage: that of a beta distribution, and of the images it is measured on."""
+    rank = math.ceil((held_out + 1) * asked - 1e-9)
+    other = held_out + 1 - rank
+    drawn = rank * other / ((held_out + 1) ** 2 * (held_out + 2))
+    return math.sqrt(drawn + asked * (1 - asked) / images)
+
+
+def bounds(found: Found) -> str:
+    """Say whether the bounded risks are kept."""
+    every = [(name, each) for name, one in found.items() for each in one.get("bounded", [])]
+    if not every:
+        return "There are too few validation images to guarantee any of the risks tried."
+    broken = [name for name, each in every if each["wrong"] > each["risk"]]
+    if not broken:
+        return "On the test images every bound holds."
+    return f"On the test images {len(broken)} of {len(every)} bounds are exceeded, by {listed(sorted(set(broken)))}."
+
+
+def shift(found: Found) -> str:
+    """Say who stands the highest severity best."""
+    last = {name: one["shift"]["by_severity"][-1] for name, one in found.items()}
+    best, surest = _most(last, "accuracy"), _least(last, "ece")
+    return (
+        f"At the highest severity {best} is right most often ({100 * last[best]['accuracy']:.1f} %), and "
+        f"{surest} has the lowest calibration error (ECE {last[surest]['ece']:.3f})."
+    )
+
+
+def strangers(found: Found, ood: str) -> str:
+    """Say who tells other data apart best."""
+    by_entropy = {name: scores(one)["entropy"] for name, one in found.items()}
+    best = _most(by_entropy, "auroc")
+    words = f"Entropy separates {ood} best for {best}, with an AUROC of {100 * by_entropy[best]['auroc']:.1f} %."
+    if any(one["home"]["members"] == 1 for one in found.values()):
+        words += " A single network has no members that could disagree, so it has no mutual information."
+    return words
+
+
+def silence(found: Found) -> str:
+    """Say whose confidence orders its answers best."""
+    best = min(found, key=lambda name: found[name]["home"]["aurc"])
+    return f"The lowest area under the curve (AURC) is that of {best}."
+
+
+def on_demand(found: Found) -> str:
+    """Say how many passes members on demand save for next to nothing."""
+    words = []
+    for name, one in _several(found).items():
+        good = [each for each in one["on_demand"] if one["calibrated"]["accuracy"] - each["accuracy"] <= LITTLE]
+        if not good:
+            words.append(f"{name} loses more at every threshold")
+            continue
+        most = min(good, key=lambda each: each["members"])
+        saved = 100 * (1 - most["members"] / one["home"]["members"])
+        much = f"{saved:.0f} % of its passes (`until={most['until']:g}`)" if saved >= 0.5 else "nothing"
+        words.append(f"{name} saves {much}")
+    return f"For at most {100 * LITTLE:g} points of accuracy lost on the test images, {listed(words)}."
+
+
+def _several(found: Found) -> dict[str, One]:
+    return {name: one for name, one in found.items() if one["home"]["members"] > 1 and "on_demand" in one}
+
+
+def scores(one: One) -> dict[str, One]:
+    """Give how well other data are told apart, by score."""
+    return {each["score"]: each for each in one["ood"]["scores"]}
+
+
+def _most(figures: Mapping[str, One], key: str) -> str:
+    return max(figures, key=lambda name: figures[name][key])
+
+
+def _least(figures: Mapping[str, One], key: str) -> str:
+    return min(figures, key=lambda name: figures[name][key])
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words as a sentence does: a, b and c."""
+    return " and ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
