@@ -1,5 +1,7 @@
-"""What the examples in docstrings may use without an import, as their reader would."""
+"""What all tests share: the names that examples may use without an import, and places that are no user's."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,3 +16,20 @@ from plures.lab.models import resnet18
 @pytest.fixture(autouse=True, scope="session")
 def _names(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(np=np, torch=torch, nn=nn, plures=plures, resnet18=resnet18)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither read nor write the user's cache, nor see the user's data."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("PLURES_DATA", raising=False)
+        yield
+
+
+@pytest.fixture
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a test a cache and a working directory of its own."""
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")

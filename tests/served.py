@@ -50,7 +50,7 @@ def serving(folder: Path, limits: Limits) -> Iterator[int]:
 
 def request(port: int, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> Answer:
     """Send one request; JSON comes back as values, other answers as text."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
     try:
         connection.request(method, path, body, {"Content-Type": kind} if body is not None else {})
         response = connection.getresponse()

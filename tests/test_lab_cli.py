@@ -36,14 +36,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.delenv("PLURES_DATA", raising=False)
-        yield
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on digits."""
@@ -82,9 +74,7 @@ def digit(path: Path, size: int = 8) -> Path:
 def shell(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run in a process of its own, with one thread and without a terminal."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "plures", *words], capture_output=True, text=True, env=variables, timeout=300
-    )
+    return subprocess.run([sys.executable, "-m", "plures", *words], capture_output=True, text=True, env=variables)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +99,7 @@ def test_help_does_not_load_torch(words: list[str]) -> None:
         "    assert end.code == 0, end.code\n"
         "print('torch' in sys.modules)\n"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.splitlines()[-1] == "False"
 
 
@@ -595,6 +585,7 @@ def test_an_ensemble_may_abstain(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert "abstain_below=2" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_own_places")  # without kept estimates
 def test_recipes_are_listed_at_once_in_80_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from plures.errors import PluresError
@@ -36,7 +36,7 @@ from plures.lab.paper.published import TABLE1, TABLE3, Published
 from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.timing.costs import relative
+from plures.lab.timing.costs import measured_costs, relative
 from plures.lab.timing.measure import one_thread
 
 SHORT = replace(
@@ -109,6 +109,22 @@ def test_compare_writes_what_the_runs_measured(tmp_path: Path) -> None:
         f"compare-digits.{suffix}" for suffix in ("md", "csv", "json")
     }
     assert seen(tmp_path) == before
+
+
+def test_a_row_builds_its_network_once_to_see_that_it_can_be_made_and_once_for_its_costs(
+    finished: tuple[Comparison, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    monkeypatch.setattr(
+        "plures.lab.runs.open.build", lambda *words, **more: built.append(words) or build(*words, **more)
+    )
+    monkeypatch.setattr("plures.lab.compare.compare.run_all", lambda jobs, *_: {job.run: "not made" for job in jobs})
+    comparison, runs = finished
+    make_runs(comparison.jobs(tmp_path), 1, None, "here")  # two seeds of each method
+    assert len(built) == len(METHODS)
+    built.clear()
+    measured_costs(runs / "digits/orthogonal-dropout/seed-0")
+    assert len(built) == 1
 
 
 MINE = """
@@ -229,8 +245,13 @@ def test_runs_end_when_their_comparison_was_killed(tmp_path: Path) -> None:
     process = endless_comparison(tmp_path)
     process.kill()
     process.wait()
-    with FileLock(tmp_path / "runs/digits/deterministic/seed-0/.lock", timeout=60):
-        pass
+    run = tmp_path / "runs/digits/deterministic/seed-0"
+    lock, before = FileLock(run / ".lock"), len((run / "log.jsonl").read_bytes().splitlines())
+    while not lock.is_locked:  # its process is at work: it may be slow to hear of it, but not to train on
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=0.05)
+        assert len((run / "log.jsonl").read_bytes().splitlines()) < before + 5000
+    lock.release()
 
 
 def test_an_unexpected_error_fails_one_run_only(finished: tuple[Comparison, Path]) -> None:

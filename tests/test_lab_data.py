@@ -20,14 +20,7 @@ from plures.errors import PluresError
 from plures.lab.data import Augment, DataInfo, batches, cache_folder, open_data, read_image, steps
 from plures.lab.data import sources as sources_module
 
-
-@pytest.fixture(autouse=True)
-def _own_places(tmp_path, monkeypatch):
-    """Every test has a cache and a working directory of its own, and no data directory."""
-    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("PLURES_DATA", raising=False)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+pytestmark = pytest.mark.usefixtures("_own_places")
 
 
 def encoded(pixels, format="PNG"):

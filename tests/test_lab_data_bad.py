@@ -29,12 +29,7 @@ SEEDED = settings(
 PICTURE = b"P5 2 2 255\n" + bytes(4)
 
 
-@pytest.fixture(autouse=True)
-def _own_places(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("PLURES_DATA", raising=False)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+pytestmark = pytest.mark.usefixtures("_own_places")
 
 
 def refused(action) -> str:

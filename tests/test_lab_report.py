@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -51,14 +50,6 @@ SECTIONS = {
     "reproduce": "How to reproduce this report",
 }
 VOID = ("meta", "link", "img", "br")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.delenv("PLURES_DATA", raising=False)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -40,15 +40,13 @@ Browser = Any  # selenium brings no types for what it answers
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Row]]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     folder = tmp_path_factory.mktemp("report")
     epochs = Epochs(pretrain=2, prune=1, finetune=2, train=2)
     recipe = replace(get_recipe("digits"), width=32, limit=200, validation=50, members=3, epochs=epochs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLURES_CACHE", str(folder / "cache"))
-        for method in ("orthogonal-dropout", "deterministic"):
-            train(recipe, method, folder / "runs" / method)
-        yield rows_of([folder / "runs"])
+    for method in ("orthogonal-dropout", "deterministic"):
+        train(recipe, method, folder / "runs" / method)
+    return rows_of([folder / "runs"])
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,8 @@ SPLIT = ("OrthogonalDropout", {"members": 2})
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
-        folder = tmp_path_factory.mktemp("hub") / "digits"
-        plures.push_to_hub(RUN, folder)
+    folder = tmp_path_factory.mktemp("hub") / "digits"
+    plures.push_to_hub(RUN, folder)
     return folder
 
 

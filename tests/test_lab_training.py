@@ -140,14 +140,14 @@ def dying_after(monkeypatch, epochs):
     """Let the process die when so many epochs are saved."""
     saved = []
 
-    def write_and_die(folder, path, contents, write=RunFolder.write):
-        write(folder, path, contents)
-        saved.append(path)
-        if saved.count(folder.state) == epochs:
+    def write_and_die(folder, contents, write=RunFolder.write_state):
+        write(folder, contents)
+        saved.append(folder)
+        if len(saved) == epochs:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RunFolder, "write", write_and_die)
+        patch.setattr(RunFolder, "write_state", write_and_die)
         yield
 
 
@@ -637,12 +637,13 @@ from pathlib import Path
 
 import plures
 import test_lab_training as t
+from plures import files
 from plures.lab.training.fit import fit
 from plures.lab.runs.folder import RunFolder
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 if rank != "0":
-    RunFolder.write = RunFolder.append_record = RunFolder.clean = lambda *_: sys.exit("the second process writes")
+    files.write = RunFolder.append_record = RunFolder.clean = lambda *_: sys.exit("the second process writes")
 ensemble = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)
 plures.save(ensemble, folder / f"rank{rank}.safetensors")
 again = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)

@@ -25,14 +25,11 @@ SMALL = ["--epochs.train", "4", "--epochs.pretrain", "2", "--epochs.prune", "1",
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory):
     """One network and a split one, trained for a moment on digits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.delenv("PLURES_DATA", raising=False)
-        folder = tmp_path_factory.mktemp("runs")
-        for method, more in (("deterministic", []), ("orthogonal-dropout", ["--members", "2"])):
-            words = ["train", "digits", "--method", method, "--run", str(folder / method), *more, *SMALL]
-            assert main(words) == 0
-        yield folder
+    folder = tmp_path_factory.mktemp("runs")
+    for method, more in (("deterministic", []), ("orthogonal-dropout", ["--members", "2"])):
+        words = ["train", "digits", "--method", method, "--run", str(folder / method), *more, *SMALL]
+        assert main(words) == 0
+    return folder
 
 
 def test_training_calibrates_on_the_validation_images_and_reports_both_numbers(runs: Path) -> None:

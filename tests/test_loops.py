@@ -20,10 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLURES_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield open_data("digits", validation=0.1)
+def data():
+    return open_data("digits", validation=0.1)
 
 
 def inputs_and_labels(data, split):

@@ -37,6 +37,15 @@ class Step(NamedTuple):
         return self.phase if self.member is None else f"member {self.member} {self.phase}"
 
 
+def due(plan: Sequence[Step]) -> Step | None:
+    """Give the first step of a plan that is not committed; None where all are.
+
+    >>> due([Step("train", 0, True), Step("train", 1, False)]).name
+    'member 1 train'
+    """
+    return next((step for step in plan if not step.committed), None)
+
+
 class Stage(nn.Module):
     """Train one stage of an ensemble with any loop: it is a module that returns the loss.
 
@@ -198,7 +207,7 @@ class Ensemble(Predictor, ABC):
         Moving on to the next stage commits the previous one. Leaving the loop early discards the open stage and keeps
         the committed ones; the next call continues there.
         """
-        while (step := next((step for step in self.plan() if not step.committed), None)) is not None:
+        while (step := due(self.plan())) is not None:
             stage = self.open(step)
             yield stage
             if not stage.committed:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import stat
 import threading
@@ -66,6 +67,11 @@ def write(path: Path, contents: bytes) -> None:
     """Write a file completely or not at all."""
     with replacing(path) as beside:
         beside.write_bytes(contents)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write values as JSON, completely or not at all; NaN, which JSON does not have, is refused."""
+    write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def digest(*parts: Any, length: int = 16) -> str:

@@ -47,7 +47,7 @@ class Export:
     def __call__(self) -> int:
         """Export, and print the size of the file."""
         from plures.files import check_place
-        from plures.lab.exporting import export_run
+        from plures.lab.runs.export import export_run
         from plures.lab.runs.open import open_run
 
         check_place(self.file)

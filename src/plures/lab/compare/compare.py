@@ -16,7 +16,7 @@ from plures.lab.compare.rows import Finished, Row, make_rows, with_costs, with_t
 from plures.lab.data import Data
 from plures.lab.methods import method_class
 from plures.lab.runs.config import differences
-from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.folder import RunFolder, other_settings
 from plures.lab.runs.open import data_for, ensemble_for, network_for
 from plures.lab.timing.estimates import estimate
 
@@ -68,7 +68,8 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
         # to hear of them now than after hours.
         data = data_for(job.recipe, data_dir)
         try:
-            epochs[job.run] = count_epochs(job, data)
+            known = next((epochs[one] for one in epochs if one.parent == job.run.parent), None)  # with another seed
+            epochs[job.run] = count_epochs(job, data) if known is None else known
         except PluresError as error:
             failures[job.run] = str(error)
             print(f"{job.name}: failed: {error}", file=sys.stderr)
@@ -121,11 +122,7 @@ def refuse_others(job: Job) -> None:
     before = RunFolder(job.run).config()
     now = {"recipe": json.loads(json.dumps(job.recipe.as_json())), "method": job.variant.class_name}
     if differing := differences({key: before.get(key) for key in now}, now):
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise PluresError(
-            f"{job.run} has a run with other settings: {'; '.join(differing[:3])}{more}; choose another folder "
-            "with --runs, or the old configuration"
-        )
+        raise other_settings(job.run, differing, "choose another folder with --runs, or the old settings")
 
 
 def count_epochs(job: Job, data: Data) -> int:

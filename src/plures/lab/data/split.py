@@ -108,6 +108,12 @@ class Split:
             return self.pixels
         return self.pixels[self.rows]
 
+    def seen(self, chosen: slice | Rows) -> npt.NDArray[Any]:
+        """Give what the network sees of some pictures, [N, size, size, channels]: the middle of what is cached."""
+        margin = (self.info.cache_size - self.info.size) // 2
+        middle = slice(margin, margin + self.info.size)
+        return self.pixels[self.rows[chosen]][:, middle, middle]
+
 
 def stratified(labels: Rows, count: int, seed: int) -> Rows:
     """Choose `count` rows so that every class gives the same fraction, in ascending order."""
@@ -281,13 +287,11 @@ def _generate(
     generator: torch.Generator,
     device: torch.device,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    size, margin = split.info.size, (split.info.cache_size - split.info.size) // 2
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        pixels = torch.from_numpy(split.pixels[split.rows[chosen]]).to(device)
         labels = torch.from_numpy(split.labels[chosen]).to(device)
         if augment is None:
-            pixels = pixels[:, margin : margin + size, margin : margin + size]
-            yield split.info.normalise(pixels), labels
+            yield split.info.normalise(torch.from_numpy(split.seen(chosen)).to(device)), labels
         else:
-            yield augment(split.info.normalise(pixels), size, generator), labels
+            pixels = torch.from_numpy(split.pixels[split.rows[chosen]]).to(device)
+            yield augment(split.info.normalise(pixels), split.info.size, generator), labels

@@ -219,11 +219,9 @@ def device_of(ensemble: Ensemble) -> torch.device:
 def _inputs(split: Split, spoil: Spoil | None) -> Iterator[Tensor]:
     """Yield what the network takes, block by block: the middle of the cached images, corrupted or not."""
     info = split.info
-    margin = (info.cache_size - info.size) // 2
-    middle = slice(margin, margin + info.size)
     block = max(BATCH, BLOCK // (4 * info.channels * info.size**2))
     for start in range(0, len(split), block):
-        pixels = torch.from_numpy(split.pixels[split.rows[start : start + block]])[:, middle, middle]
+        pixels = torch.from_numpy(split.seen(slice(start, start + block)))
         yield info.normalise(pixels if spoil is None else spoil(pixels, start))
 
 

@@ -139,10 +139,7 @@ def _picture(test: Split, members: Tensor, targets: Tensor, number: int) -> Pict
 
 
 def _seen(test: Split, number: int) -> npt.NDArray[np.uint8]:
-    """Return the pixels that the network sees: the middle of the cached image."""
-    margin = (test.info.cache_size - test.info.size) // 2
-    middle = slice(margin, margin + test.info.size)
-    return np.asarray(test.pixels[test.rows[number]][middle, middle])
+    return np.asarray(test.seen(slice(number, number + 1))[0])
 
 
 def _data_address(pixels: npt.NDArray[np.uint8]) -> str:

@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,23 +137,19 @@ class RunFolder:
             if not self.state.exists() and not self.finished:  # no epoch was finished: there is nothing to lose
                 self.partial.unlink(missing_ok=True)
                 return self._write_config(config)
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise PluresError(
-                f"{self.path} has a run with other settings: {'; '.join(differing[:3])}{more}; "
-                "choose another run folder, or the old settings"
-            )
+            raise other_settings(self.path, differing, "choose another run folder, or the old settings")
         if (changed := new_environment(before, config)) and not self.finished:
             log.warning("the run resumes in another environment, and its bits may differ: %s", "; ".join(changed))
         return before
-
-    def write(self, path: Path, contents: bytes) -> None:
-        """Write a file of the run: the old one or the new one is there, whatever happens."""
-        files.write(path, contents)
 
     def read_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one."""
         with _told("read", self.state):
             return self.state.read_bytes() if self.state.is_file() else None
+
+    def write_state(self, contents: bytes) -> None:
+        """Keep the state of the open stage: the old one or the new one is there, whatever happens."""
+        files.write(self.state, contents)
 
     def append_record(self, record: Mapping[str, Any]) -> int:
         """Add a record to the log and return how long the log is now, in bytes."""
@@ -190,8 +186,14 @@ class RunFolder:
             return self.log.read_bytes().splitlines(keepends=True) if self.log.is_file() else []
 
     def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        self.write(self._config, json.dumps(config, indent=2).encode() + b"\n")
+        files.write_json(self._config, config)
         return dict(config)
+
+
+def other_settings(path: Path, differing: Sequence[str], advice: str) -> PluresError:
+    """Make the error for a folder that has a run with other settings."""
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return PluresError(f"{path} has a run with other settings: {'; '.join(differing[:3])}{more}; {advice}")
 
 
 def _json(contents: bytes) -> Any:

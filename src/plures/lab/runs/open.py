@@ -120,19 +120,14 @@ def device_for() -> torch.device:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished run, ready to predict.
-
-    run = open_run("runs/digits-orthogonal-dropout-seed0")
-    run.ensemble.predict(run.info.normalise(pixels))
-    """
+class Described:
+    """What a finished run was made from, without its weights."""
 
     path: Path
     method: str  # as on the command line
     recipe: Recipe
     info: DataInfo
     fingerprint: str  # of the data that the run was trained on
-    ensemble: Ensemble
 
     def data(self, data_dir: Path | None) -> Data:
         """Open the data that the run was trained on, and refuse others of the same name."""
@@ -144,6 +139,15 @@ class Run:
             )
         return data
 
+    def network(self) -> nn.Module:
+        """Make the plain network, as it was before it was trained; one that the file has no weights for is refused."""
+        shape = (len(self.info.classes), self.info.channels, self.info.size)
+        if not is_code(self.recipe.model):
+            with torch.device("meta"):
+                sketch = network_for(self.recipe, *shape)
+            check_size(RunFolder(self.path).ensemble, sketch)
+        return network_for(self.recipe, *shape)
+
     def need_pictures(self, command: str) -> None:
         """Refuse a run of a table where pictures are needed."""
         if isinstance(self.info, TableInfo):
@@ -151,6 +155,17 @@ class Run:
                 f"{self.path} predicts numbers from a table, but {command} is for images: load the ensemble with "
                 "plures.load and call regress"
             )
+
+
+@dataclass(frozen=True)
+class Run(Described):
+    """A finished run, ready to predict.
+
+    run = open_run("runs/digits-orthogonal-dropout-seed0")
+    run.ensemble.predict(run.info.normalise(pixels))
+    """
+
+    ensemble: Ensemble
 
 
 def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
@@ -161,6 +176,14 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     A folder is data, with one exception: its network or method may be named as module:name, which is code. It is run
     where you trained the run yourself, or with `trust_code`.
     """
+    made = read_run(folder, trust_code=trust_code)
+    method = method_class(made.method) if is_code(made.method) else None
+    ensemble = load(RunFolder(folder).ensemble, made.network(), method=method).to(device_for())
+    return Run(**vars(made), ensemble=ensemble)
+
+
+def read_run(folder: str | Path, *, trust_code: bool = False) -> Described:
+    """Read what a finished run was made from, and see to it that its code may be run."""
     files = RunFolder(folder)
     config = files.config()
     if not files.finished:
@@ -168,15 +191,7 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     recipe, info, made = described(config, files.path)
     if not trust_code:
         check(config, files.path)
-    shape = (len(info.classes), info.channels, info.size)
-    if not is_code(recipe.model):
-        with torch.device("meta"):
-            sketch = network_for(recipe, *shape)
-        check_size(files.ensemble, sketch)
-    network = network_for(recipe, *shape)
-    method = method_class(made.method) if is_code(made.method) else None
-    ensemble = load(files.ensemble, network, method=method).to(device_for())
-    return Run(files.path, made.method, recipe, info, config["data"]["fingerprint"], ensemble)
+    return Described(files.path, made.method, recipe, info, config["data"]["fingerprint"])
 
 
 def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo, Made]:

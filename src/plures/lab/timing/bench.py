@@ -1,6 +1,5 @@
 """The benchmarks: what is measured, and how the results are written."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -84,7 +83,7 @@ def write(folder: Path, found: Sequence[Ratio | LeftOut], table: list[MethodCost
     folder.mkdir(parents=True, exist_ok=True)
     document = {"machine": machine(), "ratios": [asdict(r) | {"met": r.met} for r in found]}
     document["methods"] = [asdict(cost) for cost in table]
-    files.write(folder / "results.json", json.dumps(document, indent=1).encode() + b"\n")
+    files.write_json(folder / "results.json", document)
     files.write(folder / "results.md", markdown(found, table).encode())
 
 

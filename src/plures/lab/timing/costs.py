@@ -17,7 +17,7 @@ from plures.lab.data import TableInfo
 from plures.lab.evaluation.evaluate import fastest
 from plures.lab.methods import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import Run, device_for, network_for, open_run
+from plures.lab.runs.open import Described, device_for, read_run
 from plures.lab.runs.shapes import read_object
 from plures.lab.timing.measure import (
     RESNET18,
@@ -32,6 +32,7 @@ from plures.lab.timing.measure import (
     training_step,
 )
 from plures.lab.training.distributed import resolve
+from plures.losses import GaussianNLL
 from plures.methods.deterministic import Deterministic
 from plures.storage import save
 
@@ -61,31 +62,30 @@ def kept_costs(folder: Path) -> Costs | None:
 
 def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
     """Measure a finished run, and keep what was found in its folder."""
-    found = _measure(open_run(folder, trust_code=trust_code))
+    found = _measure(read_run(folder, trust_code=trust_code))
     with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
-        files.write(folder / "costs.json", json.dumps(asdict(found), indent=2).encode() + b"\n")
+        files.write_json(folder / "costs.json", asdict(found))
     return found
 
 
-def _measure(run: Run) -> Costs:
-    if isinstance(run.ensemble, Deterministic):  # the yardstick itself
+def _measure(run: Described) -> Costs:
+    """Measure an ensemble of the same network, method and options: what it costs does not depend on its weights."""
+    method: Any = method_class(run.method)
+    if issubclass(method, Deterministic):  # the yardstick itself
         return Costs(size=1.0, prediction=1.0, epochs=float(run.recipe.epochs.train))
-    info = run.info
-    network = network_for(run.recipe, len(info.classes), info.channels, info.size)
+    info, network = run.info, run.network()
     numbers = isinstance(info, TableInfo)
-    single = Deterministic(network, loss=run.ensemble.loss if numbers else None).to(device_for())
+    loss = GaussianNLL() if numbers else None
+    options = RunFolder(run.path).config()["options"] | ({"loss": loss} if numbers else {})
+    ensemble: Ensemble = method(network, **options).to(device_for())
+    single = Deterministic(network, loss=loss).to(device_for())
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    loss = {"loss": run.ensemble.loss} if numbers else {}
-    fresh = type(run.ensemble)(network, **RunFolder(run.path).config()["options"], **loss).to(device_for())
-    asked, plain = (one.regress if numbers else one.predict for one in (fastest(run.ensemble), single))
     with one_thread() as clock:
-        return Costs(
-            # Without what was learned from held-out images, which the single network's file would hold as well.
-            size=_file_size(run.ensemble.calibrate(None)) / _file_size(single),
-            prediction=relative(prediction(asked, inputs), prediction(plain, inputs), clock),
-            epochs=_epochs(fresh, single, run, clock),
-        )
+        epochs = _epochs(ensemble, single, run, clock)  # first: it goes through the stages
+        rivals = fastest(ensemble), single
+        asked, plain = (prediction(one.regress if numbers else one.predict, inputs) for one in rivals)
+        return Costs(_file_size(ensemble) / _file_size(single), relative(asked, plain, clock), epochs)
 
 
 def relative(action: Action, baseline: Action, clock: Clock) -> float:
@@ -100,7 +100,7 @@ def relative(action: Action, baseline: Action, clock: Clock) -> float:
     return min(own) / min(other)
 
 
-def _epochs(ensemble: Ensemble, single: Ensemble, run: Run, clock: Clock) -> float:
+def _epochs(ensemble: Ensemble, single: Ensemble, run: Described, clock: Clock) -> float:
     """Add up the epochs of all stages, each as long as its step is compared with one of the single network."""
     recipe, info = run.recipe, run.info
     precision = resolve(recipe.precision, device_for())

@@ -96,7 +96,7 @@ def estimate(
     with contextlib.suppress(PluresError, OSError):  # a folder that cannot be written to: measure again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _read(path) | {_key(recipe, method, settings): asdict(found)}
-        files.write(path, json.dumps(kept, indent=1).encode() + b"\n")
+        files.write_json(path, kept)
     return found
 
 

@@ -3,7 +3,6 @@
 `fit` trains an ensemble, `train` makes a whole run: it builds the ensemble of a recipe, fits it and measures it.
 """
 
-import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from plures.ensemble import Ensemble, Step
+from plures import files
+from plures.ensemble import Ensemble, Step, due
 from plures.errors import PluresError
 from plures.lab.data import Data
 from plures.lab.evaluation.evaluate import calibrate, evaluate
@@ -149,7 +149,7 @@ class _Run:
         self._save_ensemble()
 
     def _next(self) -> Step | None:
-        return next((step for step in self.ensemble.plan() if not step.committed), None)
+        return due(self.ensemble.plan())
 
     def _committed(self) -> int:
         return sum(step.committed for step in self.ensemble.plan())
@@ -183,7 +183,7 @@ class _Run:
     def _write_epoch(self, folder: RunFolder, loop: StageLoop, record: Mapping[str, Any]) -> None:
         length = folder.append_record(record)  # before the state, which says how much of the log counts
         position = Position(self._committed(), record["epoch"], length, self.processes.loss_scale())
-        folder.write(folder.state, pack(loop.stage, loop.optimizer, position))
+        folder.write_state(pack(loop.stage, loop.optimizer, position))
 
     def _save_ensemble(self) -> None:
         if self.folder is not None:
@@ -267,7 +267,7 @@ def _measured(folder: RunFolder, ensemble: Ensemble, data: Data) -> dict[str, An
             if calibrate(ensemble, data):  # before the metrics: once they are there, nothing is measured again
                 save(ensemble, folder.ensemble)
                 found["bytes"] = folder.ensemble.stat().st_size
-            folder.write(folder.measured, json.dumps(found, indent=2, allow_nan=False).encode() + b"\n")
+            files.write_json(folder.measured, found)
     except PluresError as error:  # what was measured is not lost
         log.warning("%s", error)
     return found

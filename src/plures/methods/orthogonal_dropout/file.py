@@ -4,6 +4,7 @@ The file of a complete ensemble holds every weight once, grouped by owner, so th
 others; `owners/NAME` says where they belong. While members are untrained it also holds what training needs.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plures.checks import whole_number
+from plures.checks import number, whole_number
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.partition import FREE, MOST_MEMBERS, Split, refilled
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.tensors import overwrite, own_tensors
+from plures.tensors import Moments, overwrite, own_tensors
+
+LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
+log = logging.getLogger("plures")
 
 
 def to_tensors(split: Split, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -99,6 +103,42 @@ def expected_bytes(split: Split) -> dict[Role, float]:
     words = [-(-owners.numel() // digits_per_word(split.members)) for owners in split.owners().values()]
     found[Role.SPLIT] += 8 * sum(words)
     return found
+
+
+def role_lines(split: Split) -> list[str]:
+    """Say how many numbers have which role."""
+    lines = []
+    for role in Role:
+        named = [tensor for name, tensor in own_tensors(split.network).items() if split.roles[name] is role]
+        if named:
+            copies = f" x {split.members} members" if role is Role.PRIVATE else ""
+            numbers = sum(one.numel() for one in named)
+            lines.append(f"{role:8}{numbers:>14,} numbers in {len(named)} tensors{copies}")
+    return lines
+
+
+def warn_if_large(split: Split, network: str, plain_bytes: int) -> None:
+    """Warn of a file that will be much larger than the plain network's."""
+    total = sum(expected_bytes(split).values())
+    if total > LARGE_FILE * plain_bytes and total > plain_bytes + LARGE_BYTES:
+        log.warning(
+            "%s in %d members takes %.2f x the bytes of the plain network, because each member has a copy of its "
+            "private tensors: give large ones the role 'split' or 'shared' (plures.roles)",
+            network,
+            split.members,
+            total / plain_bytes,
+        )
+
+
+def moments_from(stored: Mapping[str, Any], known: Mapping[str, Role]) -> Moments:
+    """Take over the moments that a file holds."""
+    result: Moments = {}
+    for name, (mean, deviation) in stored.items():
+        number(f"the mean of {name!r}", mean, "a number")
+        number(f"the deviation of {name!r}", deviation, "a number above 0", above=0)
+        if name in known:
+            result[name] = (float(mean), float(deviation))
+    return result
 
 
 def _place(member: int, name: str) -> str:

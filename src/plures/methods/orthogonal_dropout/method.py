@@ -5,14 +5,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, logits_of
-from plures.checks import number, one_of
-from plures.ensemble import Ensemble, Stage, Step, Stored, file_line
+from plures.checks import one_of
+from plures.ensemble import Ensemble, Stage, Step, Stored, due, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.orthogonal_dropout.distilling import Distilled, check_share, opinion
@@ -20,10 +20,27 @@ from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, faster_than_unfolded, owned_bytes
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
-from plures.methods.orthogonal_dropout.file import check_stored, draft_from, expected_bytes, from_tensors, to_tensors
-from plures.methods.orthogonal_dropout.masks import Keep, mask_of, put_on, unmasked
-from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled
-from plures.methods.orthogonal_dropout.phases import Finetune, Phase, Pretrain, Progress, Prune, Train
+from plures.methods.orthogonal_dropout.file import (
+    check_stored,
+    draft_from,
+    expected_bytes,
+    from_tensors,
+    moments_from,
+    role_lines,
+    to_tensors,
+    warn_if_large,
+)
+from plures.methods.orthogonal_dropout.masks import put_on, unmasked
+from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled, warn_if_thin
+from plures.methods.orthogonal_dropout.phases import (
+    Finetune,
+    Phase,
+    Pretrain,
+    Progress,
+    Prune,
+    Train,
+    refuse_other_start,
+)
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
 from plures.native.library import why_unavailable
 from plures.seeding import check_seed
@@ -31,8 +48,6 @@ from plures.tensors import Moments, canonical, moments, own_tensors, places, res
 
 Init = Literal["fresh", "given"]
 Kind = Literal["owned", "unfolded", "lean"]
-LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
-FEW_INPUTS = 4  # of an output that a member owns; below, the split had a worse NLL than the given network (digits)
 log = logging.getLogger("plures")
 
 
@@ -103,9 +118,9 @@ class OrthogonalDropout(Ensemble):
             self.partition.randomise(seed)
         self.partition.to(next(iter(split.values())).device)
         self.eval()
-        self._warn_if_large()
+        warn_if_large(self.split, self.split_from, self.plain_bytes)
         if init == "given":
-            self._warn_if_thin()
+            warn_if_thin(self.partition)
 
     # Algorithm 1
 
@@ -124,8 +139,7 @@ class OrthogonalDropout(Ensemble):
 
     def open(self, step: Step) -> Stage:
         """Open the stage of one step of the plan: a copy of the network under the masks of its phase."""
-        due = next((step for step in self.plan() if not step.committed), None)
-        if step != due:
+        if step != due(self.plan()):
             raise self._out_of_date(step)
         member, phase = self._number(step.member), self._phase(step.phase)
         network = self._start(member) if self.draft is None else copy.deepcopy(self.draft)
@@ -165,7 +179,7 @@ class OrthogonalDropout(Ensemble):
             raise self._out_of_date(stage.step)
         member, phase = self._number(stage.member), self._phase(stage.phase)
         values = unmasked(stage.network)
-        self._refuse_other_start(stage, phase, member, values)
+        refuse_other_start(stage, phase, self.split, values)
         phase.claim(stage.network, self.partition, member)
         if phase.completes:
             self.split.write(member, values)
@@ -174,23 +188,6 @@ class OrthogonalDropout(Ensemble):
             self.draft = refilled(self.network, values)
         self.progress.committed[member].append(stage.phase)
         self._ticket = object()
-
-    def _refuse_other_start(self, stage: Stage, phase: Phase, member: int, values: Mapping[str, Tensor]) -> None:
-        """Refuse a stage that was trained with other shared weights or masks than this ensemble has.
-
-        DDP gives every process the tensors of the first. What a stage does not write back must be the same everywhere
-        from the start, or else each process would end with another ensemble.
-        """
-        own = own_tensors(self.network)
-        for name, tensor in own.items():
-            if self.roles[name] is Role.SHARED and not tensor.equal(values[name].to(tensor.device)):
-                raise _other_start(stage.name, f"the shared tensor {name!r}")
-        for name in self.owners:
-            mask = mask_of(stage.network, name)
-            if isinstance(mask, Keep):
-                expected = cast(Keep, phase.mask(own[name], self.partition, name, member))
-                if not mask.mask.equal(expected.mask.to(mask.mask)):
-                    raise _other_start(stage.name, f"the mask of {name!r}")
 
     def discard(self, member: int, network: nn.Module | None = None) -> None:
         """Discard a member, so that `stages()` trains it again; the others do not change.
@@ -352,7 +349,7 @@ class OrthogonalDropout(Ensemble):
     def fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file, all or those of some members."""
         self.progress.take(stored.state)
-        self.moments = _moments(stored.state["moments"], self.roles)
+        self.moments = moments_from(stored.state["moments"], self.roles)
         if stored.members is not None:
             self.loaded = sorted({self._ready(member) for member in stored.members})
         from_tensors(self.split, stored, range(self.members) if self.loaded is None else self.loaded)
@@ -362,15 +359,7 @@ class OrthogonalDropout(Ensemble):
 
     def size_lines(self) -> list[str]:
         """Say how large the ensemble is, by role."""
-        own = own_tensors(self.network)
-        lines = []
-        for role in Role:
-            named = [tensor for name, tensor in own.items() if self.roles[name] is role]
-            if named:
-                copies = f" x {self.members} members" if role is Role.PRIVATE else ""
-                numbers = sum(one.numel() for one in named)
-                lines.append(f"{role:8}{numbers:>14,} numbers in {len(named)} tensors{copies}")
-        return [*lines, file_line(sum(expected_bytes(self.split).values()), self.plain_bytes)]
+        return [*role_lines(self.split), file_line(sum(expected_bytes(self.split).values()), self.plain_bytes)]
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
@@ -401,54 +390,9 @@ class OrthogonalDropout(Ensemble):
         return self.trained
 
     def _out_of_date(self, step: Step) -> PluresError:
-        due = next((step for step in self.plan() if not step.committed), None)
-        now = f"'{due.name}' is next" if due else "all stages are committed"
+        ahead = due(self.plan())
+        now = f"'{ahead.name}' is next" if ahead else "all stages are committed"
         return PluresError(f"stage '{step.name}' is out of date: {now}")
-
-    def _warn_if_large(self) -> None:
-        found = expected_bytes(self.split)
-        total = sum(found.values())
-        if total > LARGE_FILE * self.plain_bytes and total > self.plain_bytes + LARGE_BYTES:
-            log.warning(
-                "%s in %d members takes %.2f x the bytes of the plain network, because each member has a copy of its "
-                "private tensors: give large ones the role 'split' or 'shared' (plures.roles)",
-                self.split_from,
-                self.members,
-                total / self.plain_bytes,
-            )
-
-    def _warn_if_thin(self) -> None:
-        """Say that members of a trained network get too little of it to start from."""
-        owners = self.partition.owners()
-        thin = [name for name, one in owners.items() if one[0].numel() / self.members < FEW_INPUTS]
-        if 2 * len(thin) >= len(owners):
-            log.warning(
-                "in %d of %d split tensors, such as %s, each of %d members gets fewer than %d inputs of an output, too "
-                "few to keep what the given network knows: take fewer members, or a wider network",
-                len(thin),
-                len(owners),
-                thin[-1],
-                self.members,
-                FEW_INPUTS,
-            )
-
-
-def _moments(stored: Mapping[str, Any], known: Mapping[str, Role]) -> Moments:
-    """Take over the moments that a file holds."""
-    result: Moments = {}
-    for name, (mean, deviation) in stored.items():
-        number(f"the mean of {name!r}", mean, "a number")
-        number(f"the deviation of {name!r}", deviation, "a number above 0", above=0)
-        if name in known:
-            result[name] = (float(mean), float(deviation))
-    return result
-
-
-def _other_start(stage: str, what: str) -> PluresError:
-    return PluresError(
-        f"stage '{stage}' was trained with {what} of another process: call torch.manual_seed with one number, and give "
-        "the ensemble one seed, in all processes"
-    )
 
 
 def _copied(network: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ One small integer per weight, or per kernel, names its owner: overlap cannot be 
 """
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
 MOST_MEMBERS = 255
+FEW_INPUTS = 4  # of an output that a member owns; below, the split had a worse NLL than the given network (digits)
 Granularity = Literal["weight", "kernel", "block"]
+log = logging.getLogger("plures")
 
 
 class Partition(nn.Module):
@@ -248,3 +251,19 @@ def refilled(network: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
         for name, tensor in own_tensors(result).items():
             overwrite(tensor, values[name], name)
     return result
+
+
+def warn_if_thin(partition: Partition) -> None:
+    """Warn that members of a trained network get too little of it to start from."""
+    owners = partition.owners()
+    thin = [name for name, one in owners.items() if one[0].numel() / partition.members < FEW_INPUTS]
+    if 2 * len(thin) >= len(owners):
+        log.warning(
+            "in %d of %d split tensors, such as %s, each of %d members gets fewer than %d inputs of an output, too "
+            "few to keep what the given network knows: take fewer members, or a wider network",
+            len(thin),
+            len(owners),
+            thin[-1],
+            partition.members,
+            FEW_INPUTS,
+        )

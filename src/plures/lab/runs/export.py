@@ -78,9 +78,7 @@ def about(run: Run) -> dict[str, Any]:
 
 def _pixels(split: Split, most: int | None = None) -> Tensor:
     """Give the middle of the cached pictures, as the network sees them."""
-    margin = (split.info.cache_size - split.info.size) // 2
-    middle = slice(margin, margin + split.info.size)
-    return torch.from_numpy(split.pixels[split.rows[:most]])[:, middle, middle].contiguous()
+    return torch.from_numpy(split.seen(slice(most))).contiguous()
 
 
 def _accuracies(run: Run, path: Path, split: Split) -> dict[str, Any]:
