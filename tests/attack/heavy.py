@@ -8,8 +8,8 @@ import plures
 import plures.lab.cli.main
 import plures.lab.compare.compare
 import plures.lab.evaluation.predict
-import plures.lab.exporting
 import plures.lab.report
+import plures.lab.runs.export
 import plures.lab.serving.app
 import plures.lab.training.fit
 from attack.subjects import network

@@ -4,7 +4,6 @@ The results are kept in the run folder as trust.json, where comparisons, the rep
 """
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -177,7 +176,7 @@ def _keep(folder: Path, found: Trust, more: Trust) -> None:
     """Add what was measured, in memory and in the folder: an interruption then loses one part at most."""
     found |= more
     with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
-        files.write(folder / FILE, json.dumps(found, indent=1, allow_nan=False).encode() + b"\n")
+        files.write_json(folder / FILE, found)
 
 
 def _held_out(ensemble: Any, data: Data) -> tuple[Tensor | None, Tensor | None]:

@@ -1,7 +1,6 @@
 """The cost of methods relative to one network: for finished runs, and for every method on a ResNet18."""
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
