@@ -69,13 +69,13 @@ def test_a_port_that_does_not_exist(port) -> None:
 
 @dataclass
 class Trouble:
-    """Items of which one dies and one is wrong."""
+    """Items of which one dies, one never ends and one is wrong."""
 
     name: str = "trouble"
     items: int = 6
     batch: int = 3
     memory: int = 1 << 36
-    seconds: int = 60
+    seconds: int = 1
 
     def prepare(self) -> None:
         pass
@@ -83,16 +83,18 @@ class Trouble:
     def judge(self, index: int) -> list[Verdict]:
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        while index == 3:
+            pass
         return [Verdict("silent", "other numbers") if index == 4 else Verdict("refused")]
 
 
-def test_what_dies_or_is_wrong_is_counted_and_a_stopped_attack_goes_on(tmp_path) -> None:
+def test_what_dies_hangs_or_is_wrong_is_counted_and_a_stopped_attack_goes_on(tmp_path) -> None:
     kept = tmp_path / "results.json"
     results = Results(kept, {"seed": 0})
-    assert run([Trouble()], results, preloaded=[]) == 2
-    assert results.of("trouble").counts == {"refused": 4, "died": 1, "silent": 1}
+    assert run([Trouble()], results, preloaded=[]) == 3
+    assert results.of("trouble").counts == {"refused": 3, "died": 1, "hang": 1, "silent": 1}
     again = Results(kept, {"seed": 0})
-    assert run([Trouble(items=9)], again, preloaded=[]) == 2  # six were judged before
-    assert again.of("trouble").counts == {"refused": 7, "died": 1, "silent": 1}
+    assert run([Trouble(items=9)], again, preloaded=[]) == 3  # six were judged before
+    assert again.of("trouble").counts == {"refused": 6, "died": 1, "hang": 1, "silent": 1}
     with pytest.raises(SystemExit, match="another attack"):
         Results(kept, {"seed": 1})

@@ -6,8 +6,10 @@ goes on with the next. Children are forked from a server that has imported every
 """
 
 import json
+import math
 import multiprocessing
 import resource
+import signal
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from plures import files
 
 GOOD = ("refused", "same", "finite", "harmless")
 WRONG = ("raw", "silent", "wordy", "hang", "died")
+PATIENCE = 600  # seconds on the clock at least: what waits for nothing is a hang, what waits for a busy machine is not
 # What takes long to import, and is no part of the attack.
 PRELOADED = ["attack.files", "attack.threads", "attack.commands", "attack.folders", "attack.heavy"]
 
@@ -42,7 +45,7 @@ class Part(Protocol):
     items: int
     batch: int  # how many are judged by one child
     memory: int  # bytes of addresses that the child may have
-    seconds: int  # that one item may take
+    seconds: int  # of the processor that one item may take
 
     def prepare(self) -> None:
         """Make ready in the child: what is built and compiled on first use is no part of the attack."""
@@ -176,8 +179,8 @@ def _until_trouble(part: Part, indices: range, context: Any, tally: Tally) -> in
     try:
         here.recv()  # it is ready
         for index in indices:
-            if not here.poll(part.seconds):
-                tally.count(part.name, index, [Verdict("hang", f"no answer within {part.seconds} s")])
+            if not here.poll(max(part.seconds, PATIENCE)):
+                tally.count(part.name, index, [Verdict("hang", f"no answer within {max(part.seconds, PATIENCE)} s")])
                 break
             verdicts, cpu, wall = here.recv()
             tally.count(part.name, index, verdicts)
@@ -185,7 +188,8 @@ def _until_trouble(part: Part, indices: range, context: Any, tally: Tally) -> in
             tally.slowest = max(tally.slowest, wall)
     except EOFError:
         child.join()
-        tally.count(part.name, index, [Verdict("died", f"the process ended with {child.exitcode}")])
+        ended = f"the process ended with {child.exitcode}"
+        tally.count(part.name, index, [Verdict("hang" if child.exitcode == -signal.SIGXCPU else "died", ended)])
     finally:
         child.kill()
         child.join()
@@ -200,6 +204,7 @@ def _work(connection: Connection, part: Part, indices: range) -> None:
     connection.send("ready")
     for index in indices:
         started = time.monotonic()
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(spent) + part.seconds, resource.RLIM_INFINITY))
         verdicts = part.judge(index)
         before, spent = spent, time.process_time()
         connection.send((verdicts, spent - before, time.monotonic() - started))
