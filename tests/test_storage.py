@@ -151,6 +151,15 @@ def test_some_members_are_read_without_the_others(saved, monkeypatch) -> None:
         plures.load(saved, network(), members=[7])
 
 
+def test_loading_draws_no_owners_that_the_file_holds(tmp_path, monkeypatch) -> None:
+    ensemble = trained(optimize_masks=False)
+    plures.save(ensemble, tmp_path / "random.safetensors")
+    monkeypatch.setattr("plures.methods.orthogonal_dropout.partition.Partition.randomise", None)
+    again = plures.load(tmp_path / "random.safetensors", network())
+    assert again.optimize_masks is False
+    assert all(owners.equal(again.owners[name]) for name, owners in ensemble.owners.items())
+
+
 def spy(function, calls: list[str]):
     def called(*args):
         calls.append(function.__name__)

@@ -341,8 +341,10 @@ class OrthogonalDropout(Ensemble):
         cls.check_before_building(network, stored)
         # The roles in the file are resolved: what becomes of the classifier is among them.
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
-        ensemble = cls(network, **{**stored.options, "classifier": None})
+        # So are the owners, which would be drawn at random in vain: that took as long as all the rest of loading.
+        ensemble = cls(network, **{**stored.options, "classifier": None, "optimize_masks": True})
         ensemble.classifier = stored.options["classifier"]
+        ensemble.optimize_masks = bool(stored.options["optimize_masks"])
         ensemble.fill(stored)
         return ensemble
 
