@@ -31,7 +31,8 @@ from served import bad_requests, form, png
 
 PICTURES = 256
 RATIO = 0.7  # of the engine's throughput that the server shall reach
-GROWTH = 0.05  # of resident memory that bad requests may leave behind
+GROWTH = 0.05  # of resident memory that bad requests may leave behind, between the halves of the test
+LOOKS = 10  # at the memory, half of them in each half
 
 
 def pictures() -> np.ndarray:
@@ -235,9 +236,13 @@ def insult(clients: list[Client], good: list[Request], bad: int, process: psutil
         return process.memory_info().rss
 
     mixed(max(len(strangers), each // 5))  # a fifth first, with all kinds among them: caches and pools fill
-    filled = resident()
-    took = mixed(each)
-    growth = resident() / filled - 1
+    # Memory goes up and down by a batch's activations, so one look says little; what leaks raises every later look.
+    took, looks = 0.0, []
+    for part in range(LOOKS):
+        took += mixed(each * (part + 1) // LOOKS - each * part // LOOKS)
+        looks.append(resident())
+    filled, later = statistics.median(looks[: LOOKS // 2]), statistics.median(looks[LOOKS // 2 :])
+    growth = later / filled - 1
     count = each * len(clients)
     print(f"{count} bad requests in {took:.0f} s; memory {filled / 2**20:.0f} MB, {100 * growth:+.1f} %")
     return growth
