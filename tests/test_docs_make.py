@@ -47,6 +47,7 @@ def test_training_is_counted_in_epochs_and_in_what_is_not_multiplied_by_zero(tmp
     plan = plures.OrthogonalDropout(network, job.recipe.members).plan()
     records = [
         {"stage": step.name, "phase": step.phase, "member": step.member, "epoch": epoch, "epochs": 30, "loss": 1}
+        | {"train_accuracy": None, "validation_accuracy": None}
         | {"seconds": 1}
         for step in plan
         for epoch in range(job.recipe.epochs.of(step.phase))

@@ -149,6 +149,16 @@ def test_a_broken_line_of_the_log_does_not_end_a_comparison(folder: Path, line: 
     assert _last(job) is None
 
 
+@pytest.mark.parametrize("key", ["stage", "phase", "member", "epoch", "loss", "train_accuracy", "validation_accuracy"])
+def test_a_record_that_lacks_something_is_left_out(folder: Path, key: str) -> None:
+    run = RunFolder(folder)
+    before = run.records()
+    lacking = {name: value for name, value in before[-1].items() if name != key}
+    with run.log.open("a") as log:
+        log.write(json.dumps(lacking) + "\n")
+    assert run.records() == before
+
+
 @pytest.mark.parametrize("metrics", ["null", '{"accuracy": "high"}', "{"])
 def test_a_run_with_damaged_metrics_is_not_published(folder: Path, tmp_path, metrics) -> None:
     (folder / "metrics.json").write_text(metrics)

@@ -30,7 +30,10 @@ from plures.lab.runs.config import differences, new_environment
 from plures.lab.runs.shapes import Maybe, misfit, read_object
 
 # What every record of the log has at least.
-RECORD = {"stage": str, "epoch": int, "epochs": int, "loss": float, "seconds": float}
+RECORD = {
+    **{"stage": str, "phase": str, "member": Maybe(int), "epoch": int, "epochs": int, "loss": float, "seconds": float},
+    **{"train_accuracy": Maybe(float), "validation_accuracy": Maybe(float)},
+}
 MADE = {"method": str, "settings": [str], "recipe": Maybe(str), "signature": Maybe(str)}
 CONFIG: dict[str, Any] = {
     "method": str,
@@ -99,7 +102,7 @@ class RunFolder:
         found = []
         for number, line in enumerate(self._lines(), start=1):
             record = _json(line)
-            if misfit(record, RECORD) is None:
+            if misfit(record, RECORD) is None and record.keys() >= RECORD.keys():  # None is written, too
                 found.append(record)
             else:
                 log.warning("line %d of %s is damaged and ignored", number, self.log)
