@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("fastapi")
@@ -23,6 +24,7 @@ from plures.lab.cli.main import main
 from plures.lab.serving.app import serve
 from plures.lab.serving.batching import Batcher
 from plures.lab.serving.counters import Histogram
+from plures.lab.serving.memory import give_back, share_pools
 from plures.lab.serving.requests import Limits, Refused
 from served import bad_requests, form, png, post, post_json, request, serving
 
@@ -251,3 +253,24 @@ def test_a_port_that_is_taken_is_told(port, capsys):
 def test_a_host_that_cannot_be(host) -> None:
     with pytest.raises(PluresError, match="use the name or the address of this machine"):
         serve(None, host, 0, Limits())  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+def test_memory_that_is_free_goes_back_to_the_system() -> None:
+    """Blocks of many sizes leave holes that glibc keeps: a server would grow with every kind of request."""
+    process = psutil.Process()
+    blocks = [bytearray(60_000) for _ in range(4000)]
+    full = process.memory_info().rss
+    del blocks[: len(blocks) - 1]  # the last one, at the end of the pool, keeps the rest from being returned
+
+    async def given_back() -> int:
+        task = asyncio.create_task(give_back(seconds=0))
+        for _ in range(1000):  # turns of the loop: the work is done in a thread
+            if full - process.memory_info().rss > 100_000_000:
+                break
+            await asyncio.sleep(0.001)
+        task.cancel()
+        return full - process.memory_info().rss
+
+    share_pools()
+    assert asyncio.run(given_back()) > 100_000_000

@@ -21,6 +21,7 @@ from plures.lab.runs.open import Run
 from plures.lab.serving.batching import Batcher, Model, Row
 from plures.lab.serving.connections import Patient
 from plures.lab.serving.counters import Counters, Watched
+from plures.lab.serving.memory import give_back, share_pools
 from plures.lab.serving.requests import Asked, Limits, Refused, prepare, read_request
 from plures.version import __version__
 
@@ -77,7 +78,9 @@ def make_app(model: Model, limits: Limits) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         batcher.start()
+        memory = asyncio.create_task(give_back())
         yield
+        memory.cancel()
         await batcher.stop()
         decoders.shutdown()
 
@@ -182,6 +185,7 @@ SECONDS_TO_END = 30  # that requests have to end when the server is stopped
 
 def server_for(model: Model, host: str, port: int, limits: Limits) -> uvicorn.Server:
     """Make the server of a model, not started yet."""
+    share_pools()
     config = uvicorn.Config(
         make_app(model, limits),
         host=host,
