@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import networks
 import plures
 from networks import images, labels
-from plures.methods.building import layers
+from plures.tensors import layers
 
 
 def open_stage(ensemble):

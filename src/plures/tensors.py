@@ -1,4 +1,4 @@
-"""The tensors of any network: their names, which ones are tied, and fresh random starts."""
+"""The tensors and layers of any network: their names, which tensors are tied, and fresh random starts."""
 
 import copy
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ from plures.errors import PluresError
 from plures.files import digest
 from plures.seeding import generator
 
+Layer = nn.Linear | _ConvNd
 Moments = dict[str, tuple[float, float]]
 Structure = TypeVar("Structure")
 # Layers whose parameters start from random numbers.
@@ -169,6 +170,24 @@ def check_network(network: object) -> None:
     for name, tensor in tensors(network).items():
         if is_lazy(tensor):
             raise PluresError(f"{name!r} has no shape yet: run {type(network).__name__} on a batch before splitting it")
+
+
+def layers(network: nn.Module) -> dict[str, Layer]:
+    """Name the linear and convolution layers that a network calls, in the order in which they were made.
+
+        >>> list(layers(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))))
+        ['0', '3']
+
+    The projection inside of `nn.MultiheadAttention` is not among them: its weight is used, but it is never called.
+    """
+    check_network(network)
+    attention = [module for module in network.modules() if isinstance(module, nn.MultiheadAttention)]
+    never_called = {id(child) for module in attention for child in module.modules()}
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear | _ConvNd) and id(module) not in never_called
+    }
 
 
 def inner_names(names: Iterable[str]) -> dict[str, str]:

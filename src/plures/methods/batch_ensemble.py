@@ -13,7 +13,6 @@ from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import (
     Init,
-    Layer,
     ManyInOne,
     TogetherStage,
     check_members,
@@ -25,7 +24,7 @@ from plures.methods.building import (
 )
 from plures.methods.tiling import Rows, Tiled, along_width, around, replace
 from plures.seeding import generator
-from plures.tensors import own_tensors
+from plures.tensors import Layer, own_tensors
 
 FactorInit = Literal["gaussian", "sign"]
 DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code

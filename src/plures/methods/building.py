@@ -1,12 +1,11 @@
 """What methods share that train one network in one stage."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of, unknown, whole_number
@@ -14,11 +13,10 @@ from plures.ensemble import Ensemble, Stage, Step, Stored, check_classes
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.seeding import check_seed
-from plures.tensors import check_network, moments, places, restart, shell, tensors
+from plures.tensors import Layer, check_network, layers, moments, places, restart, shell, tensors
 
 Init = Literal["given", "fresh"]
 Reduction = Literal["mean", "sum"]
-Layer = nn.Linear | _ConvNd
 MOST_MEMBERS = 1000  # more than anybody has trained
 
 
@@ -166,34 +164,20 @@ def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
     return result
 
 
-def layers(network: nn.Module) -> dict[str, Layer]:
-    """Name the linear and convolution layers that a network calls, in the order in which they were made.
-
-        >>> list(layers(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))))
-        ['0', '3']
-
-    The projection inside of `nn.MultiheadAttention` is not among them: its weight is used, but it is never called.
-    """
-    check_network(network)
-    attention = [module for module in network.modules() if isinstance(module, nn.MultiheadAttention)]
-    never_called = {id(child) for module in attention for child in module.modules()}
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear | _ConvNd) and id(module) not in never_called
-    }
-
-
 def check_members(members: object) -> None:
     """Refuse what is not a number of members."""
     whole_number("members", members, least=1, most=MOST_MEMBERS)
 
 
-def named_layer(argument: str, name: str, known: Iterable[str]) -> str:
-    """Return the name of a layer that a caller gave, or say which ones there are."""
-    if name not in known:
-        raise unknown(f"Linear or convolution for {argument}=", name, known)
-    return name
+def ends(known: Mapping[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:
+    """Name the layers that take the input and give the logits: by default the first one, and the last Linear."""
+    linear = [name for name, layer in known.items() if isinstance(layer, nn.Linear)]
+    first = next(iter(known)) if first is None else first
+    last = (linear or list(known))[-1] if last is None else last
+    for end, name in (("first", first), ("last", last)):
+        if name not in known:
+            raise unknown(f"Linear or convolution for {end}=", name, known)
+    return first, last
 
 
 def layers_of(network: nn.Module) -> dict[str, Layer]:

@@ -16,9 +16,9 @@ from plures.checks import nearest, one_of, whole_number
 from plures.ensemble import Stage, Step
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import Init, OneStage, layers, started
+from plures.methods.building import Init, OneStage, started
 from plures.seeding import seed_of
-from plures.tensors import places, shell
+from plures.tensors import layers, places, shell
 
 Granularity = Literal["element", "channel"]
 USUAL_RATE = 0.1

@@ -15,17 +15,15 @@ from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import (
     Init,
-    Layer,
     ManyInOne,
     check_members,
+    ends,
     inside,
-    layers,
-    named_layer,
     rehearse,
     started,
     widths,
 )
-from plures.tensors import canonical, moments, restart
+from plures.tensors import Layer, canonical, layers, moments, restart
 
 
 class MIMO(ManyInOne):
@@ -176,9 +174,8 @@ def _ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str,
             f"{type(network).__name__} has no two layers that MIMO could widen: a first Linear or convolution for the "
             "inputs, and a last Linear for the classes"
         )
-    first, last = first or next(iter(known)), last or linear[-1]
+    first, last = ends(known, first, last)
     for end, name in (("first", first), ("last", last)):
-        named_layer(end, name, known)
         reason = _why_not(network, name, known[name])
         if reason:
             raise PluresError(f"MIMO cannot widen {name!r}, the {end} layer: {reason}; name another with {end}=...")

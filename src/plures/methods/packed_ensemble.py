@@ -15,19 +15,18 @@ from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import (
-    Layer,
     ManyInOne,
     Reduction,
     check_members,
+    ends,
     inside,
     layers_of,
-    named_layer,
     rehearse,
     widths,
 )
 from plures.methods.tiling import Rows, Tiled, around, replace
 from plures.seeding import check_seed
-from plures.tensors import canonical, draw, moments
+from plures.tensors import Layer, canonical, draw, moments
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 WHOLE = 1e-6  # how far from a whole number a width may be: alpha is a float
@@ -67,10 +66,9 @@ class PackedEnsemble(ManyInOne):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        _check(members, alpha, gamma, seed)
         one_of("reduction", reduction, get_args(Reduction))
-        first, last = _ends(layers_of(network), first, last)
         packing = Packing(network, members, alpha, gamma, first, last, seed)
+        first, last = packing.first, packing.last
         tiled = Tiled(packing.pack(network), members, packing.rows, interleave=True)
         rehearse(
             network,
@@ -91,35 +89,13 @@ class PackedEnsemble(ManyInOne):
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
-        known, options = layers_of(network), stored.options
-        _check(options["members"], options["alpha"], options["gamma"], options["seed"])
-        first, last = _ends(known, options["first"], options["last"])
-        packing = Packing(network, options["members"], options["alpha"], options["gamma"], first, last, options["seed"])
+        names = ("members", "alpha", "gamma", "first", "last", "seed")
+        packing = Packing(network, *(stored.options[name] for name in names))
         first_names = canonical(network)
-        for name, layer in known.items():
+        for name, layer in layers_of(network).items():
             weight = f"{name}.weight".lstrip(".")
             if first_names.get(weight) == weight:  # tied ones are stored once
                 stored.check(inside(name, "weight"), packing.weight_shape(name, layer))
-
-
-def _check(members: int, alpha: float | None, gamma: int, seed: int) -> None:
-    check_members(members)
-    if alpha is not None:
-        number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
-    whole_number("gamma", gamma)
-    check_seed(seed)
-
-
-def _ends(known: dict[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:
-    """Find the layer that takes the input and the one that gives the logits."""
-    linear = [name for name, layer in known.items() if isinstance(layer, nn.Linear)]
-    found = {
-        "first": next(iter(known)) if first is None else first,
-        "last": (linear or list(known))[-1] if last is None else last,
-    }
-    for end, name in found.items():
-        named_layer(end, name, known)
-    return found["first"], found["last"]
 
 
 class Fold:
@@ -199,13 +175,24 @@ class Packing:
     """
 
     def __init__(
-        self, network: nn.Module, members: int, alpha: float | None, gamma: int, first: str, last: str, seed: int
+        self,
+        network: nn.Module,
+        members: int,
+        alpha: float | None,
+        gamma: int,
+        first: str | None,
+        last: str | None,
+        seed: int,
     ) -> None:
+        check_members(members)
+        if alpha is not None:
+            number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
+        whole_number("gamma", gamma)
+        check_seed(seed)
+        self.first, self.last = ends(layers_of(network), first, last)
         refuse_unknown(network)
         self.members = members
         self.gamma = gamma
-        self.first = first
-        self.last = last
         self.seed = seed
         self.rows = Rows()
         self.fold = Fold(members, self.rows)

@@ -29,88 +29,56 @@ class Published:
     agreement: float | None = None
 
 
-# ResNet18 on CIFAR, ResNet50 on the others.
-TABLE1: dict[str, dict[str, Published]] = {
-    "cifar10": {
-        "deterministic": Published(0.935, 0.296, 0.0408),
-        "mc-dropout": Published(0.944, 0.191, 0.0202),
-        "batch-ensemble": Published(0.948, 0.203, 0.0269),
-        "mimo": Published(0.943, 0.205, 0.0180),
-        "masksembles": Published(0.938, 0.202, 0.0099),
-        "orthogonal-dropout": Published(0.951, 0.157, 0.0082),
-        "deep-ensemble": Published(0.948, 0.175, 0.0110),
-    },
-    "cifar100": {
-        "deterministic": Published(0.730, 1.28, 0.141),
-        "mc-dropout": Published(0.733, 1.11, 0.0902),
-        "batch-ensemble": Published(0.743, 1.05, 0.0910),
-        "mimo": Published(0.738, 1.09, 0.0664),
-        "masksembles": Published(0.737, 0.999, 0.0224),
-        "orthogonal-dropout": Published(0.777, 0.864, 0.0191),
-        "deep-ensemble": Published(0.767, 0.921, 0.0377),
-    },
-    "cub200": {
-        "deterministic": Published(0.501, 2.45, 0.196),
-        "mc-dropout": Published(0.502, 2.49, 0.171),
-        "batch-ensemble": Published(0.540, 2.33, 0.128),
-        "mimo": Published(0.520, 2.11, 0.0879),
-        "masksembles": Published(0.496, 2.32, 0.118),
-        "orthogonal-dropout": Published(0.614, 1.67, 0.0335),
-        "deep-ensemble": Published(0.556, 1.98, 0.0725),
-    },
-    "tiny-imagenet": {
-        "deterministic": Published(0.563, 2.18, 0.164),
-        "mc-dropout": Published(0.563, 1.96, 0.0871),
-        "batch-ensemble": Published(0.543, 2.31, 0.185),
-        "mimo": Published(0.540, 1.96, 0.0461),
-        "masksembles": Published(0.501, 2.07, 0.0405),
-        "orthogonal-dropout": Published(0.632, 1.55, 0.0189),
-        "deep-ensemble": Published(0.614, 1.73, 0.0336),
-    },
-}
+def _tables(text: str, *data: str, columns: str = "accuracy nll ece") -> dict[str, dict[str, Published]]:
+    """Read a table as it is printed: a method, then the columns of each data set."""
+    found: dict[str, dict[str, Published]] = {name: {} for name in data}
+    for line in text.strip().splitlines():
+        method, *parts = map(str.strip, line.split("|"))
+        for name, part in zip(data, parts, strict=True):
+            found[name][method] = Published(**dict(zip(columns.split(), map(float, part.split()), strict=True)))
+    return found
 
-# WideResNet28-10.
-TABLE2: dict[str, dict[str, Published]] = {
-    "cifar10": {
-        "deterministic": Published(0.960, 0.159, 0.023),
-        "mc-dropout": Published(0.959, 0.160, 0.024),
-        "batch-ensemble": Published(0.962, 0.143, 0.021),
-        "mimo": Published(0.964, 0.123, 0.010),
-        "masksembles": Published(0.946, 0.173, 0.008),
-        "orthogonal-dropout": Published(0.966, 0.122, 0.005),
-        "deep-ensemble": Published(0.966, 0.114, 0.010),
-    },
-    "cifar100": {
-        "deterministic": Published(0.798, 0.875, 0.086),
-        "mc-dropout": Published(0.796, 0.830, 0.050),
-        "batch-ensemble": Published(0.815, 0.740, 0.056),
-        "mimo": Published(0.820, 0.690, 0.022),
-        "masksembles": Published(0.767, 0.843, 0.015),
-        "orthogonal-dropout": Published(0.828, 0.701, 0.021),
-        "deep-ensemble": Published(0.827, 0.666, 0.021),
-    },
-}
+
+# ResNet18 on CIFAR, ResNet50 on the others. Accuracy, NLL and ECE.
+TABLE1 = _tables(
+    """
+    deterministic      | .935 .296 .0408 | .730 1.28 .141  | .501 2.45 .196  | .563 2.18 .164
+    mc-dropout         | .944 .191 .0202 | .733 1.11 .0902 | .502 2.49 .171  | .563 1.96 .0871
+    batch-ensemble     | .948 .203 .0269 | .743 1.05 .0910 | .540 2.33 .128  | .543 2.31 .185
+    mimo               | .943 .205 .0180 | .738 1.09 .0664 | .520 2.11 .0879 | .540 1.96 .0461
+    masksembles        | .938 .202 .0099 | .737 .999 .0224 | .496 2.32 .118  | .501 2.07 .0405
+    orthogonal-dropout | .951 .157 .0082 | .777 .864 .0191 | .614 1.67 .0335 | .632 1.55 .0189
+    deep-ensemble      | .948 .175 .0110 | .767 .921 .0377 | .556 1.98 .0725 | .614 1.73 .0336
+    """,
+    *("cifar10", "cifar100", "cub200", "tiny-imagenet"),
+)
+# WideResNet28-10. Accuracy, NLL and ECE.
+TABLE2 = _tables(
+    """
+    deterministic      | .960 .159 .023 | .798 .875 .086
+    mc-dropout         | .959 .160 .024 | .796 .830 .050
+    batch-ensemble     | .962 .143 .021 | .815 .740 .056
+    mimo               | .964 .123 .010 | .820 .690 .022
+    masksembles        | .946 .173 .008 | .767 .843 .015
+    orthogonal-dropout | .966 .122 .005 | .828 .701 .021
+    deep-ensemble      | .966 .114 .010 | .827 .666 .021
+    """,
+    *("cifar10", "cifar100"),
+)
 FROM_MIMO_PAPER = frozenset({"deterministic", "mc-dropout", "batch-ensemble", "mimo", "deep-ensemble"})
-
 # The ablation on ResNet18. MO: the masks are optimised; FC: the classifier is fixed.
-TABLE3: dict[str, dict[str, Published]] = {
-    "cifar10": {
-        "mc-dropout": Published(0.944, 0.287, 0.0415, member_accuracy=0.934, agreement=0.708),
-        "orthogonal-dropout, random masks": Published(0.943, 0.188, 0.0138, member_accuracy=0.932, agreement=0.597),
-        "orthogonal-dropout + MO": Published(0.949, 0.176, 0.0122, member_accuracy=0.938, agreement=0.601),
-        "orthogonal-dropout + MO + FC": Published(0.951, 0.157, 0.0082, member_accuracy=0.939, agreement=0.594),
-        "deep-ensemble": Published(0.948, 0.175, 0.0110, member_accuracy=0.934, agreement=0.581),
-        "deep-ensemble + FC": Published(0.951, 0.151, 0.0091, member_accuracy=0.935, agreement=0.580),
-    },
-    "cifar100": {
-        "mc-dropout": Published(0.733, 1.11, 0.0902, member_accuracy=0.713, agreement=0.776),
-        "orthogonal-dropout, random masks": Published(0.751, 0.977, 0.0455, member_accuracy=0.714, agreement=0.655),
-        "orthogonal-dropout + MO": Published(0.763, 0.935, 0.0328, member_accuracy=0.723, agreement=0.648),
-        "orthogonal-dropout + MO + FC": Published(0.777, 0.864, 0.0191, member_accuracy=0.737, agreement=0.638),
-        "deep-ensemble": Published(0.767, 0.921, 0.0377, member_accuracy=0.727, agreement=0.652),
-        "deep-ensemble + FC": Published(0.778, 0.858, 0.0221, member_accuracy=0.741, agreement=0.645),
-    },
-}
+TABLE3 = _tables(
+    """
+    mc-dropout                       | .934 .944 .287 .0415 .708 | .713 .733 1.11 .0902 .776
+    orthogonal-dropout, random masks | .932 .943 .188 .0138 .597 | .714 .751 .977 .0455 .655
+    orthogonal-dropout + MO          | .938 .949 .176 .0122 .601 | .723 .763 .935 .0328 .648
+    orthogonal-dropout + MO + FC     | .939 .951 .157 .0082 .594 | .737 .777 .864 .0191 .638
+    deep-ensemble                    | .934 .948 .175 .0110 .581 | .727 .767 .921 .0377 .652
+    deep-ensemble + FC               | .935 .951 .151 .0091 .580 | .741 .778 .858 .0221 .645
+    """,
+    *("cifar10", "cifar100"),
+    columns="member_accuracy accuracy nll ece agreement",
+)
 
 # The options of the paper where ours are others by default.
 PAPER_FORM = {"orthogonal-dropout": {"classifier": "fixed", "granularity": "weight"}}

@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.checks import nearest, one_of
 from plures.errors import PluresError
-from plures.tensors import canonical, check_network, own_tensors, tensors
+from plures.tensors import canonical, check_network, layers, own_tensors, tensors
 
 
 class Role(StrEnum):
@@ -175,18 +175,7 @@ def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
 
 
 def _last_linear(network: nn.Module) -> str | None:
-    inside_attention = {
-        id(child)
-        for module in network.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for child in module.modules()
-    }
-    linear = [
-        path
-        for path, module in network.named_modules()
-        if isinstance(module, nn.Linear) and id(module) not in inside_attention
-    ]
-    return linear[-1] if linear else None
+    return next((path for path, layer in reversed(layers(network).items()) if isinstance(layer, nn.Linear)), None)
 
 
 def _named_classifier(modules: Mapping[str, nn.Module], name: str) -> str:
