@@ -151,25 +151,26 @@ def _place(member: int, name: str) -> str:
 def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     """Gather what a member owns of a weight, in order."""
     weight = weight.cpu().contiguous()
-    places = _places(weight, owners, member)
-    return torch.from_numpy(_bits(weight)[places]).view(weight.dtype) if places.size else weight.new_empty(0)
+    rows, owned = _rows(weight, owners, member)
+    return torch.from_numpy(rows[owned].reshape(-1)).view(weight.dtype) if owned.size else weight.new_empty(0)
 
 
 def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str) -> None:
     """Put a member's values back to their places."""
-    places = _places(weight, owners, member)
-    values = stored.read(name, [places.size])
+    filled = weight.detach().cpu().contiguous()
+    rows, owned = _rows(filled, owners, member)
+    values = stored.read(name, [owned.size * rows.shape[1]])
     if not values.is_floating_point():
         raise PluresError(f"tensor {name!r} has dtype {values.dtype}; expected {weight.dtype}")
-    filled = weight.detach().cpu().contiguous()
-    _bits(filled)[places] = _bits(values.to(weight.dtype))
+    rows[owned] = _bits(values.to(weight.dtype)).reshape(owned.size, rows.shape[1])
     if filled.data_ptr() != weight.data_ptr():  # on another device, or not contiguous
         weight.copy_(filled)
 
 
-def _places(weight: Tensor, owners: Tensor, member: int) -> NDArray[np.int64]:
+def _rows(weight: Tensor, owners: Tensor, member: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """View a weight as rows that have one owner each, kernels or single numbers, and number those of a member."""
     owned: NDArray[np.bool_] = spread(owners.cpu(), weight).numpy() == member
-    return np.flatnonzero(np.broadcast_to(owned, weight.shape))
+    return _bits(weight).reshape(owned.size, weight.numel() // max(1, owned.size)), np.flatnonzero(owned)
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
