@@ -86,6 +86,17 @@ def test_trust_is_measured_once_and_kept(runs: Path, monkeypatch: pytest.MonkeyP
     (folder / "trust.json").write_text(json.dumps(found))
 
 
+def test_figures_of_other_corruptions_are_measured_again(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of two strengths of fog would stand in one table."""
+    monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 20)
+    folder = runs / "orthogonal-dropout"
+    measured_trust(folder, None, shift=True, ood=None)
+    monkeypatch.setattr("plures.lab.evaluation.trust.CONSTANTS", "of another fog")
+    monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 10)
+    assert measured_trust(folder, None, shift=True, ood=None)["shift"]["images"] == 10
+    assert measured_trust(folder, None, shift=False, ood=None)["shift"]["constants"] == "of another fog"
+
+
 def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 20)
     source = importlib.util.spec_from_file_location("make_trust", ROOT / "docs/make/trust.py")

@@ -152,15 +152,15 @@ class ManyInOne(OneStage):
         return stage
 
 
-def started(network: nn.Module, init: Init, seed: int) -> nn.Module:
-    """Copy a network as the start of a method: with the weights it has, or with fresh ones."""
+def started(network: nn.Module, init: Init, seed: int, member: int = 0) -> nn.Module:
+    """Copy a network as the start of a member: with the weights it has, or with fresh ones."""
     check_network(network)
     seed = check_seed(seed)
     one_of("init", init, get_args(Init))
     result = copy.deepcopy(network)
     if init == "fresh":
         known = moments(network)
-        restart(result, known, known, seed, "member", 0)
+        restart(result, known, known, seed, "member", member)
     return result
 
 

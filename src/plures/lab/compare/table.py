@@ -23,7 +23,8 @@ from plures.lab.paper.published import Published
 from plures.lab.timing.machine import machine
 from plures.lab.training.progress import duration
 
-METRICS = (
+# What the CSV and the JSON file hold of each run. The table shows `columns`.
+FILED = (
     "accuracy",
     "nll",
     "ece",
@@ -243,13 +244,13 @@ def as_csv(rows: Sequence[Row]) -> str:
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", "seed", *METRICS, "size", "prediction", "training_epochs", "failure"])
+    writer.writerow(["method", "seed", *FILED, "size", "prediction", "training_epochs", "failure"])
     for row in rows:
         costs = list(asdict(row.costs).values()) if row.costs else ["", "", ""]
         for run in row.runs:
-            writer.writerow([row.name, run.seed, *(run.metrics.get(key) for key in METRICS), *costs, ""])
+            writer.writerow([row.name, run.seed, *(run.metrics.get(key) for key in FILED), *costs, ""])
         for failure in row.failures:
-            writer.writerow([row.name, "", *([""] * (len(METRICS) + 3)), failure])
+            writer.writerow([row.name, "", *([""] * (len(FILED) + 3)), failure])
     return text.getvalue()
 
 
@@ -302,7 +303,7 @@ def _as_json(row: Row) -> dict[str, Any]:
         "method": row.runs[0].method if row.runs else None,
         "seeds": [run.seed for run in row.runs],
         "metrics": {
-            key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)} for key in METRICS
+            key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)} for key in FILED
         },
         "member_accuracies": [run.metrics.get("member_accuracies") for run in row.runs],
         "costs": asdict(row.costs) if row.costs else None,

@@ -18,6 +18,7 @@ from plures.calibration import ClassCalibration
 from plures.errors import PluresError
 from plures.guarantees import held_out_for_coverage
 from plures.lab.data import Data, open_data
+from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.evaluate import OTHER_IMAGES, Tell, evaluate_shift, evenly, predictions, told_apart
 from plures.lab.runs.open import open_run
 from plures.lab.runs.shapes import Maybe, read_object
@@ -29,12 +30,11 @@ BINS = 25  # of a histogram
 UNTIL = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.998)
 COVERAGE = 0.9  # of sets
 RISKS = (0.02, 0.05, 0.1, 0.2)  # of answers; those that the validation images can promise are measured
-SEVERITIES = 5
 FIGURES = dict.fromkeys(("accuracy", "nll", "ece"), float)
 SHAPE = {
     "home": Maybe({"images": int, "members": int, **FIGURES}),
     "risk_coverage": Maybe({"coverage": [float], "risk": [float]}),
-    "shift": Maybe({"images": int, "by_severity": [FIGURES], **FIGURES}),
+    "shift": Maybe({"images": int, "by_severity": [FIGURES], **FIGURES, "constants": Maybe(str)}),
     "ood": Maybe(
         {
             **{"data": str, "most": float, "known": [float], "strange": [float]},
@@ -42,6 +42,9 @@ SHAPE = {
         }
     ),
 }
+
+# Names the corruptions and their strengths: figures of others must not stand in one table with these.
+CONSTANTS = files.digest(repr([(name, strengths) for name, (_, strengths) in KINDS.items()]).encode())
 
 Trust = dict[str, Any]
 
@@ -62,7 +65,7 @@ def _makes_sense(found: Trust) -> bool:
     """Whether lists are as long as those that they are drawn against, and nothing lacks what it is compared with."""
     shift, ood, risk = found.get("shift"), found.get("ood"), found.get("risk_coverage")
     return (
-        (shift is None or (found.get("home") is not None and len(shift["by_severity"]) == SEVERITIES))
+        (shift is None or (found.get("home") is not None and len(shift["by_severity"]) == len(SEVERITIES)))
         and (ood is None or (ood["most"] > 0 and len(ood["known"]) == len(ood["strange"]) == BINS))
         and (ood is None or "entropy" in [one["score"] for one in ood["scores"]])
         and (risk is None or (len(risk["risk"]) == len(risk["coverage"]) and max(risk["coverage"], default=0) >= 0.5))
@@ -75,7 +78,7 @@ def measured_trust(
     """Measure what is asked for and was not measured before, and keep each part in the run folder at once."""
     found = kept_trust(folder)
     home_missing = "home" not in found or ("calibrated" in found and "first_members" not in found)  # of older versions
-    shift_missing = shift and "shift" not in found
+    shift_missing = shift and not _is_current(found.get("shift"))
     ood_missing = ood is not None and found.get("ood", {}).get("data") != ood
     if not (home_missing or shift_missing or ood_missing):
         return found
@@ -96,6 +99,11 @@ def measured_trust(
     if shift_missing:
         _keep(folder, found, {"shift": under_shift(run.ensemble, data, tell)})
     return found
+
+
+def _is_current(shift: Trust | None) -> bool:
+    """Whether a shift was measured with the corruptions of today; the first versions did not say with which."""
+    return shift is not None and shift.get("constants", CONSTANTS) == CONSTANTS
 
 
 def as_metrics(found: Trust) -> dict[str, float]:
@@ -149,6 +157,7 @@ def under_shift(ensemble: Any, data: Data, tell: Tell = lambda words: None) -> T
     return {
         "images": rows[0]["images"],
         "size": data.info.size,
+        "constants": CONSTANTS,
         "rows": rows,
         "by_severity": [
             {"severity": severity} | _means([row for row in rows if row["severity"] == severity])

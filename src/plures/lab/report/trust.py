@@ -6,6 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from plures.lab.compare.rows import Row
+from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.trust import kept_trust
 from plures.lab.report.charts import WIDTH, Drawing, Panel, limits_of, nice_ticks, percent_ticks, whole_ticks
 from plures.lab.report.gather import Detail
@@ -38,8 +39,8 @@ def _shift(measured: Measured) -> Section:
     return Section(
         "shift",
         "Under shift",
-        f"Eleven published corruptions (noise, blur, weather, compression) at five severities, on {images:,} test "
-        "images; the lines are means over all corruptions, and severity 0 is the uncorrupted images.",
+        f"{len(KINDS)} published corruptions (noise, blur, weather, compression) at {len(SEVERITIES)} severities, on "
+        f"{images:,} test images; the lines are means over all corruptions, and severity 0 is the uncorrupted images.",
         [Figure("all", measured[0][0].colour, _severity(measured, says), says)],
     )
 
