@@ -38,10 +38,10 @@ def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
     yield from step_ratios(RESNET18, 64, precision, rounds=5)
     yield from mask_ratios(rounds=7)
     yield from data_ratios(rounds=9)
-    yield from file_ratios(RESNET18, rounds=5)
+    yield from file_ratios(RESNET18, rounds=9)
     yield from memory_ratios(RESNET18, rounds=3)
-    yield from prediction_ratios(RESNET18, 128, "float32", rounds=3, engines_only=True)
-    yield from owned_ratios()
+    yield from prediction_ratios(RESNET18, 128, "float32", rounds=5, engines_only=True)
+    yield from owned_ratios(rounds=9)
     if quick:
         return
     yield from prediction_ratios(RESNET18, 1, "float32", rounds=5)
