@@ -36,6 +36,7 @@ ROWS = (
     (RESNET18, "kernel", 5, 128, (1.5, 1.9)),
 )
 MEMORY_BARS = {"kernel": 1.3, "weight": 2.2}
+SHORTEST = 0.5  # seconds that each side of a ratio is measured for in a round: single passes differ by a third
 
 
 def owned_ratios(rounds: int = 5, threads: int | None = None) -> Iterator[Ratio | LeftOut]:
@@ -110,7 +111,7 @@ def memory_ratio(subject: Subject, granularity: str, bar: float, rounds: int = 2
 
 def _rounds(actions: list[Action], rounds: int, threads: int | None) -> Iterator[tuple[float, ...]]:
     with torch.inference_mode(), one_thread() if threads == 1 else nullcontext(time.perf_counter) as clock:
-        yield from zip(*timed(actions, rounds, clock=clock), strict=True)
+        yield from zip(*timed(actions, rounds, clock=clock, shortest=SHORTEST), strict=True)
 
 
 def _about(threads: int | None) -> str:
