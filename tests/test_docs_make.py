@@ -13,7 +13,7 @@ import cheaper
 import classifiers
 import held_out
 import plures
-from plures.lab.compare import pool
+from plures.lab.compare import worker
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, network_for
 
@@ -76,7 +76,7 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch) -
     kept = ("one network", "split, as the recipe", "split from one parent, a quarter", "split, a quarter, distilled")
     monkeypatch.setattr(cheaper, "SCHEDULES", tuple(one for one in cheaper.SCHEDULES if one.name in kept))
     monkeypatch.setattr(
-        cheaper, "make", lambda jobs, *_: [pool.make(pool.describe(job, None)) for job in jobs]
+        cheaper, "make", lambda jobs, *_: [worker.make(worker.describe(job, None)) for job in jobs]
     )  # no processes
     for module in (cheaper, held_out):
         monkeypatch.setattr(module, "RESULTS", tmp_path)

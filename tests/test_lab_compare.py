@@ -1,24 +1,17 @@
 """Comparisons: what is run, what is skipped, what stands in the tables."""
 
-import contextlib
 import copy
 import csv
 import io
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from filelock import FileLock, Timeout
 from rich.console import Console
 
 from plures.errors import PluresError
@@ -27,31 +20,19 @@ from plures.lab.cli.main import main
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
-from plures.lab.compare.pool import OUTPUT, Processes, describe, make, run_all
+from plures.lab.compare.pool import run_all
 from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, published, rows_of, with_costs
 from plures.lab.compare.table import as_csv, columns, markdown
+from plures.lab.compare.worker import describe, make
 from plures.lab.models import build
 from plures.lab.paper.published import TABLE1, TABLE3, Published
 from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.timing.costs import measured_costs, relative
+from plures.lab.timing.costs import Costs, measured_costs, relative
 from plures.lab.timing.measure import one_thread
-
-SHORT = replace(
-    get_recipe("digits"),
-    width=16,
-    members=2,
-    limit=120,
-    validation=40,
-    epochs=Epochs(pretrain=1, prune=1, finetune=1, train=2),
-)
-SHORT_WORDS = [
-    *("--width", "16", "--members", "2", "--limit", "120", "--validation", "40"),
-    *("--epochs.pretrain", "1", "--epochs.prune", "1", "--epochs.finetune", "1", "--epochs.train", "2"),
-]
-METHODS = ("deterministic", "orthogonal-dropout", "deep-ensemble")
+from short import METHODS, SHORT, SHORT_WORDS, pool_here
 
 
 @pytest.fixture(scope="module")
@@ -64,51 +45,40 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path
     return comparison, runs
 
 
-def plures(*words: str, cwd: Path, **more: object) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "plures", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, **more)  # type: ignore[call-overload, no-any-return]
-
-
-def seen(runs: Path) -> dict[str, tuple[int, bytes]]:
-    """What would change if a run were made again."""
-    paths = [path for path in sorted(runs.rglob("*")) if path.name in ("ensemble.safetensors", "log.jsonl")]
-    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
-
-
-def test_compare_writes_what_the_runs_measured(tmp_path: Path) -> None:
-    words = ["compare", "digits", "--methods", "deterministic", "deep-ensemble", "--seeds", "2", *SHORT_WORDS]
-    first = plures(*words, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "4 to make" in first.stderr
-    assert "deep-ensemble" in first.stdout
-    results = json.loads((tmp_path / "runs/digits/results.json").read_text())
-    assert [row["name"] for row in results["rows"]] == ["deterministic", "deep-ensemble"]
+def test_compare_writes_what_the_runs_measured_and_makes_none_again(
+    finished: tuple[Comparison, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, runs = finished
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("ensemble.safetensors")}
+    words = ["compare", "digits", "--methods", *METHODS, "--seeds", "2", *SHORT_WORDS, "--runs", str(runs)]
+    monkeypatch.setattr("sys.argv", ["plures", *words])
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "6 done before, 0 to make" in shown.err
+    assert "deep-ensemble" in shown.out
+    results = json.loads((runs / "digits/results.json").read_text())
+    assert [row["name"] for row in results["rows"]] == list(METHODS)
     for row in results["rows"]:
-        metrics = [
-            json.loads((tmp_path / f"runs/digits/{row['name']}/seed-{seed}/metrics.json").read_text())
-            for seed in (0, 1)
-        ]
-        nll = [one["nll"] for one in metrics]
+        nll = [RunFolder(runs / "digits" / row["name"] / f"seed-{seed}").metrics()["nll"] for seed in (0, 1)]
         assert row["metrics"]["nll"]["values"] == nll
         assert row["metrics"]["nll"]["mean"] == pytest.approx(sum(nll) / 2)
         assert row["metrics"]["nll"]["deviation"] == pytest.approx(abs(nll[0] - nll[1]) / 2**0.5)
-        assert row["costs"]["size"] == pytest.approx({"deterministic": 1, "deep-ensemble": 2}[row["name"]], rel=0.02)
-    with (tmp_path / "runs/digits/results.csv").open() as file:
+    sizes = [row["costs"]["size"] for row in results["rows"]]
+    assert (sizes[0], sizes[2]) == (1, pytest.approx(2, rel=0.02))
+    with (runs / "digits/results.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert [(line["method"], line["seed"]) for line in lines] == [
-        (method, seed) for method in ("deterministic", "deep-ensemble") for seed in "01"
-    ]
-    assert "plures compare digits" in (tmp_path / "runs/digits/results.md").read_text()
+    assert [(line["method"], line["seed"]) for line in lines] == [(method, seed) for method in METHODS for seed in "01"]
+    assert "plures compare digits" in (runs / "digits/results.md").read_text()
 
-    before = seen(tmp_path)
-    again = plures(*words, "--json", "--out", "tables", cwd=tmp_path)
-    assert "4 done before, 0 to make" in again.stderr
-    assert json.loads(again.stdout)["rows"] == results["rows"]
+    assert main([*words, "--json", "--out", str(tmp_path / "tables")]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == results["rows"]
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {
         f"compare-digits.{suffix}" for suffix in ("md", "csv", "json")
     }
-    assert seen(tmp_path) == before
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("ensemble.safetensors")} == before
 
 
 def test_a_row_builds_its_network_once_to_see_that_it_can_be_made_and_once_for_its_costs(
@@ -132,74 +102,10 @@ def test_a_row_builds_its_network_once_to_see_that_it_can_be_made_and_once_for_i
     assert len(built) == 1
 
 
-MINE = """
-import plures
-
-
-class Herd(plures.DeepEnsemble):
-    pass
-"""
-
-
-def test_a_method_of_another_package_joins_a_comparison_and_its_report(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    words = ["compare", "digits", "--methods", "deterministic", "mine:Herd:classifier=fixed", *SHORT_WORDS]
-    result = plures(*words, "--json", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    row = json.loads(result.stdout)["rows"][1]
-    assert row["name"] == "herd classifier=fixed"
-    assert len(row["member_accuracies"][0]) == 2
-    assert row["costs"]["size"] == pytest.approx(2, rel=0.1)
-    page = plures("report", "runs/digits", cwd=tmp_path)
-    assert page.returncode == 0, page.stderr
-    html = (tmp_path / "report.html").read_text()
-    assert "herd classifier=fixed" in html
-    assert "plures train digits --method mine:Herd" in html
-    missing = plures("compare", "digits", "--methods", "mine:Flock", *SHORT_WORDS, cwd=tmp_path)
-    assert missing.returncode == 2
-    assert "Flock" in missing.stderr.splitlines()[-1]
-
-
-def test_an_interrupted_comparison_repeats_no_finished_run(tmp_path: Path) -> None:
-    words = ["compare", "digits", "--methods", *METHODS, "--jobs", "1", *SHORT_WORDS]
-    command = [sys.executable, "-m", "plures", *words]
-    # A shell lets what it starts in the background ignore interrupts, and tests may be run so.
-    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=listening)
-    assert process.stderr is not None
-    while "[1/3]" not in (line := process.stderr.readline()):
-        assert line, "ended before the first run was made"
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 130
-    done = {str(path): path.stat().st_mtime_ns for path in tmp_path.rglob("ensemble.safetensors")}
-    assert len(done) < 3
-    again = plures(*words, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert f"{len(done)} done before" in again.stderr
-    now = {str(path): path.stat().st_mtime_ns for path in tmp_path.rglob("ensemble.safetensors")}
-    assert len(now) == 3
-    assert {path: now[path] for path in done} == done
-
-
-def endless_comparison(folder: Path) -> "subprocess.Popen[bytes]":
-    words = ["compare", "digits", "--methods", "deterministic", *SHORT_WORDS[:-1], "1000000"]
-    process = subprocess.Popen([sys.executable, "-m", "plures", *words], cwd=folder)
-    while not (folder / "runs/digits/deterministic/seed-0/log.jsonl").exists():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            pytest.fail(f"ended with {process.wait(timeout=0.1)}")
-    return process
-
-
-def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
-    process = endless_comparison(tmp_path)
-    process.terminate()
-    assert process.wait() == 143
-    with RunFolder(tmp_path / "runs/digits/deterministic/seed-0").locked():  # nobody is at work there any more
-        pass
-
-
-def test_a_failed_run_stops_no_other_and_tells_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_stops_no_other_and_tells_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plures.lab.compare.compare._pool", pool_here)
     words = ["compare", "digits", "--methods", "deterministic", "masksembles:scale=0.5", "--runs", str(tmp_path)]
     assert main([*words, *SHORT_WORDS, "--json"]) == 2
     out, err = capsys.readouterr()
@@ -209,54 +115,6 @@ def test_a_failed_run_stops_no_other_and_tells_why(tmp_path: Path, capsys: pytes
     assert "scale" in failure
     assert failure in err
     assert "failed" in (tmp_path / "digits/results.md").read_text()
-
-
-def test_a_killed_process_fails_its_own_run_only(tmp_path: Path) -> None:
-    long = replace(SHORT, epochs=Epochs(train=10**6))
-    with Processes(2, None) as pool:
-        endless = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0", "digits"))
-        short = pool.submit(Job(SHORT, Variant("deterministic"), tmp_path / "digits/short/seed-0", "digits"))
-        assert short.result() is None
-        while not (tmp_path / "digits/endless/seed-0/log.jsonl").exists():
-            done, _ = wait([endless], timeout=0.05)
-            assert not done, endless.result()
-        for process in list(pool._running):
-            process.kill()
-        assert endless.result() == "its process was ended by SIGKILL"
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_leaving_the_pool_ends_its_processes(tmp_path: Path, begun: bool) -> None:
-    long = replace(SHORT, epochs=Epochs(train=10**6))
-    with Processes(1, None) as pool:
-        running = pool.submit(Job(long, Variant("deterministic"), tmp_path / "digits/endless/seed-0", "digits"))
-        while begun and not pool._running:
-            wait([running], timeout=0.01)
-    assert running.done()
-    assert all(process.poll() is not None for process in pool._running)
-
-
-def test_a_run_that_another_process_makes_is_left_alone(tmp_path: Path) -> None:
-    job = Job(SHORT, Variant("deterministic"), tmp_path / "digits/taken/seed-0", "digits")
-    with RunFolder(job.run).locked(), Processes(1, None) as pool:
-        (job.run / OUTPUT).write_text("what the other says\n")
-        reason = pool.submit(job).result()
-    assert reason is not None
-    assert "another process is working in the run folder" in reason
-    assert "what the other says" in (job.run / OUTPUT).read_text()
-
-
-def test_runs_end_when_their_comparison_was_killed(tmp_path: Path) -> None:
-    process = endless_comparison(tmp_path)
-    process.kill()
-    process.wait()
-    run = tmp_path / "runs/digits/deterministic/seed-0"
-    lock, before = FileLock(run / ".lock"), len((run / "log.jsonl").read_bytes().splitlines())
-    while not lock.is_locked:  # its process is at work: it may be slow to hear of it, but not to train on
-        with contextlib.suppress(Timeout):
-            lock.acquire(timeout=0.05)
-        assert len((run / "log.jsonl").read_bytes().splitlines()) < before + 5000
-    lock.release()
 
 
 def test_an_unexpected_error_fails_one_run_only(finished: tuple[Comparison, Path]) -> None:
@@ -278,29 +136,6 @@ def test_an_unexpected_error_fails_one_run_only(finished: tuple[Comparison, Path
         failures = run_all(jobs, Broken(), watch)
     assert list(failures) == [jobs[0].run]
     assert "RuntimeError" in failures[jobs[0].run]
-
-
-def test_ray_gives_the_same_results(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    words = ["compare", "digits", "--methods", "deterministic", "orthogonal-dropout", *SHORT_WORDS, "--jobs", "2"]
-    here = plures(*words, "--runs", "here", cwd=tmp_path)
-    ray = plures(*words, "--runs", "ray", "--on", "ray", cwd=tmp_path)
-    assert here.returncode == 0, here.stderr
-    assert ray.returncode == 0, ray.stderr
-    assert "2 to make" in ray.stderr
-    for method in ("deterministic", "orthogonal-dropout"):
-        ours, theirs = (tmp_path / where / "digits" / method / "seed-0" for where in ("here", "ray"))
-        assert (ours / "ensemble.safetensors").read_bytes() == (theirs / "ensemble.safetensors").read_bytes()
-        a, b = (json.loads((one / "metrics.json").read_text()) for one in (ours, theirs))
-        assert {**a, "seconds": 0} == {**b, "seconds": 0}
-
-
-def test_ray_names_what_failed(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    words = ["compare", "digits", "--methods", "deterministic", *SHORT_WORDS, "--learning-rate", "1e30", "--on", "ray"]
-    result = plures(*words, cwd=tmp_path)
-    assert result.returncode == 2
-    assert "the loss became NaN or infinite" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -573,12 +408,13 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "runs").exists()
 
 
-def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path) -> None:
+def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = Variant("deep-ensemble", members=3, label="deep-ensemble")
     counts = tuple(
         Variant("orthogonal-dropout", members=count, label=f"orthogonal-dropout {count}") for count in (2, 3)
     )
     comparison = Comparison("digits", SHORT, (*counts, fixed))
+    monkeypatch.setattr("plures.lab.timing.costs._measure", lambda _: Costs(1, 1, 1))  # not what is drawn
     for job in comparison.jobs(tmp_path):
         make(describe(job, None))
     (rows,) = compare([comparison], tmp_path)

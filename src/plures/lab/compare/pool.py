@@ -1,11 +1,4 @@
-"""Where runs are trained: in processes of this machine, or on the workers of a Ray cluster.
-
-    python -m plures.lab.compare.pool < job.json
-
-makes one run. A process of its own: a crash takes nothing else along, and no run slows another by its threads. The job
-is one line of standard input; when standard input ends, the process that asked for the run is gone, and this one ends,
-too. Standard output has the reason if the run fails; all else goes to standard error.
-"""
+"""Where runs are trained: in processes of this machine, or on the workers of a Ray cluster."""
 
 import contextlib
 import json
@@ -14,10 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,12 +21,11 @@ import torch
 from plures.errors import PluresError
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.progress import Watch
+from plures.lab.compare.worker import DONE, OUTPUT, Reason, describe, on_ray
+from plures.lab.methods import is_code
 from plures.lab.runs.folder import RunFolder
 
 TICK = 1.0  # seconds between looks at the progress
-OUTPUT = "output.txt"  # what the processes of a run wrote, in its run folder
-
-Reason = str | None  # why a run failed; None: it did not
 
 
 class Pool(Protocol):
@@ -73,6 +65,14 @@ def run_all(jobs: Sequence[Job], pool: Pool, watch: Watch) -> dict[Path, str]:
     return failures
 
 
+@dataclass
+class _Slot:
+    """A place for one run at a time, and the process that waits there for the next one."""
+
+    number: int
+    process: "subprocess.Popen[str] | None" = None
+
+
 class Processes(AbstractContextManager["Processes"]):
     """Make runs on this machine, several at a time.
 
@@ -80,7 +80,9 @@ class Processes(AbstractContextManager["Processes"]):
             reason = pool.submit(job).result()
 
     Each run has one core, however many run at a time: so the figures do not depend on it. On a machine with CUDA each
-    has one GPU, in turn. Leaving the pool ends its processes.
+    has one GPU, in turn. A process makes one run after the other, because starting one takes seconds. The next
+    run gets a new one after a failure, and after code of the user's own, which may have changed what all share. Leaving
+    the pool ends its processes.
     """
 
     def __init__(self, at_once: int, data_dir: Path | None) -> None:
@@ -91,9 +93,9 @@ class Processes(AbstractContextManager["Processes"]):
         self._running: set[subprocess.Popen[str]] = set()
         self._closed = False
         self._before: Any = None  # what SIGTERM did
-        self._slots: SimpleQueue[int] = SimpleQueue()
+        self._slots: SimpleQueue[_Slot] = SimpleQueue()
         for number in range(at_once):
-            self._slots.put(number)
+            self._slots.put(_Slot(number))
 
     def submit(self, job: Job) -> "Future[Reason]":
         """Queue a job; its result is the reason why it failed, or None."""
@@ -113,27 +115,33 @@ class Processes(AbstractContextManager["Processes"]):
             for process in self._running:
                 process.terminate()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in list(self._running):  # those that waited for another job
+            self._end(process)
 
     def _make(self, job: Job) -> Reason:
         slot = self._slots.get()
         try:
             job.run.mkdir(parents=True, exist_ok=True)
             with (job.run / OUTPUT).open("a") as file:
-                process = self._start(file, slot)
-                if process is None:
-                    return "it was not started"
-                said = _tell(process, describe(job, self.data_dir))
-                code = process.wait()
-            with self._lock:
-                self._running.discard(process)
-            return None if code == 0 else said.strip() or _ending(code, job.run / OUTPUT)
+                if slot.process is None or slot.process.poll() is not None:
+                    slot.process = self._start(file, slot.number)
+            if slot.process is None:
+                return "it was not started"
+            answer = _ask(slot.process, describe(job, self.data_dir))
+            own_code = is_code(job.recipe.model) or is_code(job.variant.method)
+            if answer == DONE and not own_code:
+                return None
+            code = self._end(slot.process)
+            slot.process = None
+            reason: Reason = json.loads(answer) if answer else _ending(code, job.run / OUTPUT)
+            return reason
         except OSError as error:
             return f"cannot work in {job.run}: {error.strerror}"
         finally:
             self._slots.put(slot)
 
-    def _start(self, errors: Any, slot: int) -> "subprocess.Popen[str] | None":
-        command = [sys.executable, "-m", "plures.lab.compare.pool"]
+    def _start(self, errors: IO[str], slot: int) -> "subprocess.Popen[str] | None":
+        command = [sys.executable, "-m", "plures.lab.compare.worker"]
         pipe = subprocess.PIPE
         with self._lock:
             if self._closed:
@@ -143,6 +151,14 @@ class Processes(AbstractContextManager["Processes"]):
             )
             self._running.add(process)
             return process
+
+    def _end(self, process: "subprocess.Popen[str]") -> int:
+        """Wait for the end of a process that was told to end, or that ends by itself, and return its code."""
+        with contextlib.suppress(BrokenPipeError), process:
+            pass
+        with self._lock:
+            self._running.discard(process)
+        return process.wait()
 
 
 class OnRay(AbstractContextManager["OnRay"]):
@@ -170,7 +186,7 @@ class OnRay(AbstractContextManager["OnRay"]):
         found = ray.cluster_resources()
         gpus = int(found.get("GPU", 0))
         self.at_once = at_once or gpus or int(found["CPU"])
-        self._task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(_on_worker)
+        self._task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(on_ray)
         self.data_dir = data_dir
 
     def submit(self, job: Job) -> "Future[Reason]":
@@ -205,18 +221,13 @@ def _reason(future: "Future[Reason]") -> Reason:
         return f"its worker was lost: {type(error).__name__} {error}".strip().splitlines()[0]
 
 
-def _tell(process: "subprocess.Popen[str]", description: str) -> str:
-    """Give a worker its job, and wait for what it says at its end."""
+def _ask(process: "subprocess.Popen[str]", description: str) -> str:
+    """Give a worker a job, and wait for its answer; there is none if it ends before."""
     hears, says = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
-    with says:
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
-                hears.write(description + "\n")
-                hears.flush()
-            return says.read()
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                hears.close()  # only now: a worker ends when its input is closed
+    with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
+        hears.write(description + "\n")
+        hears.flush()
+    return says.readline().strip()
 
 
 def _leave(number: int, frame: object) -> NoReturn:
@@ -237,72 +248,3 @@ def _ending(code: int, output: Path) -> str:
         known = {one.value: one.name for one in signal.Signals}
         return f"its process was ended by {known.get(-code, f'signal {-code}')}"
     return f"its process ended with code {code}; see {output}"
-
-
-def _on_worker(description: str, output: str) -> Reason:
-    torch.set_num_threads(1)
-    with Path(output).open("a") as file, contextlib.redirect_stderr(file):
-        return reason_of(description)
-
-
-def describe(job: Job, data_dir: Path | None) -> str:
-    """Put a job into one line for another process, which may have been started elsewhere."""
-    values = {"data_dir": None if data_dir is None else str(data_dir), "folder": str(Path.cwd())}
-    return json.dumps(job.as_json() | values | {"data": os.environ.get("PLURES_DATA")})
-
-
-def make(description: str) -> None:
-    """Train and measure the run that was described."""
-    from plures.lab.training.fit import train
-
-    values = json.loads(description)
-    if Path(values["folder"]).is_dir():
-        os.chdir(values["folder"])  # relative paths mean what they meant to the caller
-    data_dir = values["data_dir"] or values["data"]
-    job = Job.from_json(values)
-    where = None if data_dir is None else Path(data_dir)
-    train(
-        job.recipe,
-        job.variant.method,
-        job.run,
-        settings=job.variant.settings,
-        recipe_name=job.recipe_name,
-        data_dir=where,
-    )
-
-
-def reason_of(description: str) -> str | None:
-    """Make a run and say in one line why it failed, if it did; unexpected errors show their traceback, too."""
-    try:
-        make(description)
-    except PluresError as error:
-        return str(error)
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None
-
-
-def main() -> int:
-    """Make the run that standard input describes and return the exit code."""
-    description = sys.stdin.readline()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        reason = reason_of(description)
-    except KeyboardInterrupt:
-        return 130
-    if reason is not None:
-        print(reason, flush=True)
-        return 2
-    return 0
-
-
-def _end_with_parent() -> None:
-    # Not through sys.stdin, whose lock would be held when the interpreter ends.
-    while os.read(0, 1024):
-        pass
-    os._exit(143)  # at once: what is saved is complete
-
-
-if __name__ == "__main__":
-    sys.exit(main())

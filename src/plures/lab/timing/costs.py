@@ -36,7 +36,7 @@ from plures.methods.deterministic import Deterministic
 from plures.storage import save
 
 ROUNDS = 9
-SHORTEST = 0.05  # seconds: what takes less is repeated, because clocks are coarse
+SHORTEST = 0.02  # seconds: what takes less is repeated, because one call is over before it can be measured well
 PREDICTED = 64  # images at a time
 
 
