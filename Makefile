@@ -3,7 +3,8 @@ VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# One thread per test process: two processes beat two threads on small tensors.
+# One thread per test process: two processes beat two threads on small tensors. A file stays in one of them, because its
+# tests share what took seconds to make. The many small files, of doctests, come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: demo test lint types attack memcheck bench load-test docs docs-site digits clean
@@ -14,7 +15,7 @@ demo: $(READY)  ## train on embedded data and print the table
 	@echo 'Try next: $(BIN)/plures evaluate runs/demo/digits/orthogonal-dropout/seed-0 --shift'
 
 test: $(READY) lint types  ## lint, types, tests
-	$(TEST_THREADS) $(BIN)/python -m pytest -n 2
+	$(TEST_THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

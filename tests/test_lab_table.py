@@ -19,16 +19,22 @@ from plures.lab.cli.main import main
 from plures.lab.data import open_data
 from plures.lab.data.table import Parts
 from plures.lab.runs.open import open_run
+from short import pool_here
 
-SHORT = ["--epochs.pretrain", "2", "--epochs.prune", "1", "--epochs.finetune", "2", "--epochs.train", "2"]
+SHORT = [
+    *("--members", "2", "--epochs.pretrain", "2", "--epochs.prune", "1", "--epochs.finetune", "2"),
+    *("--epochs.train", "2"),
+]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     assert main(["train", "diabetes", "--run", str(folder / "split"), *SHORT]) == 0
-    words = ["compare", "diabetes", "--methods", "deterministic", "deep-ensemble", "--members", "2", "--jobs", "1"]
-    assert main([*words, "--runs", str(folder), *SHORT]) == 0
+    words = ["compare", "diabetes", "--methods", "deterministic", "deep-ensemble"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plures.lab.compare.compare._pool", pool_here)
+        assert main([*words, "--runs", str(folder), *SHORT]) == 0
     return folder
 
 

@@ -11,7 +11,7 @@ from plures.lab.cli.main import main
 from plures.lab.runs.open import open_run
 
 SHORT = ["--epochs.pretrain", "1", "--epochs.prune", "1", "--epochs.finetune", "1", "--epochs.train", "2"]
-SHORT += ["--width", "32", "--members", "2"]
+SHORT += ["--width", "32", "--limit", "200", "--members", "2"]
 
 
 @pytest.fixture(scope="module")

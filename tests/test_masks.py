@@ -111,15 +111,16 @@ def test_scores_stay_float32_under_half_weights() -> None:
     assert int((layer.weight != 0).sum()) <= 500
 
 
-@pytest.mark.parametrize("kind", ["keep", "topk"])
-def test_masks_under_autocast_and_compile_agree_with_eager(kind: str) -> None:
+# The compiler's front end on both; what it makes of the graph is tested once here, and in test_orthogonal_dropout.
+@pytest.mark.parametrize(("kind", "backend"), [("keep", "aot_eager"), ("topk", "inductor")])
+def test_masks_under_autocast_and_compile_agree_with_eager(kind: str, backend: str) -> None:
     torch.manual_seed(0)
     layer = nn.Conv2d(4, 6, 3, bias=False)
     scores, free = setting(1, tuple(layer.weight.shape))
     mask = Keep(free) if kind == "keep" else TopK(scores, free, 40)
     parametrize.register_parametrization(layer, "weight", mask)
     images = torch.randn(2, 4, 8, 8)
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(images), layer(images))
     gradients = []
     for run in (layer, compiled):

@@ -3,7 +3,6 @@
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -209,41 +208,42 @@ from pathlib import Path
 from torch import nn
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()
-torch.manual_seed(rank)  # the mistake: each process draws another network
-network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-classifier = None if sys.argv[1] == "none" else sys.argv[1]
-ensemble = plures.OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
-torch.manual_seed(0)
-x, y = torch.randn(8, 8), torch.arange(8) % 3
-try:
-    for stage in ensemble.stages():
-        ddp = nn.parallel.DistributedDataParallel(stage)
-        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad(); ddp(x, y).backward(); optimizer.step()
-    said = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
-except plures.PluresError as error:
-    said = f"refused {error}"
-Path(sys.argv[2], str(rank)).write_text(said)
+for classifier in (None, "fixed"):
+    torch.manual_seed(rank)  # the mistake: each process draws another network
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    ensemble = plures.OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8), torch.arange(8) % 3
+    try:
+        for stage in ensemble.stages():
+            ddp = nn.parallel.DistributedDataParallel(stage)
+            optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad(); ddp(x, y).backward(); optimizer.step()
+        said = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
+    except plures.PluresError as error:
+        said = f"refused {error}"
+    Path(sys.argv[1], f"{classifier}-{rank}").write_text(said)
 torch.distributed.destroy_process_group()
 """
 
 
-def processes(classifier: str, folder: Path) -> list[str]:
-    script = folder / "train.py"
-    script.write_text(PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([*command, classifier, str(folder)], capture_output=True)
-    return [answer.read_text() for rank in "01" if (answer := folder / rank).is_file()]
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What two processes said in the end, by the classifier and the process."""
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "train.py").write_text(PROCESSES)
+    (folder / "said").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(folder / "train.py"), str(folder / "said")], capture_output=True)
+    return {file.name: file.read_text() for file in (folder / "said").iterdir()}
 
 
-def test_processes_that_start_from_other_networks_end_with_the_same_ensemble(tmp_path) -> None:
-    answers = processes("none", tmp_path)
-    assert len(answers) == 2
-    assert answers[0] == answers[1]
-    assert answers[0].startswith("answer")
+def test_processes_that_start_from_other_networks_end_with_the_same_ensemble(said: dict[str, str]) -> None:
+    assert said["None-0"] == said["None-1"]
+    assert said["None-0"].startswith("answer")
 
 
-def test_processes_with_another_fixed_classifier_are_told(tmp_path) -> None:
-    answers = processes("fixed", tmp_path)
-    assert any(line.startswith("refused") and "of another process" in line for line in answers)
+def test_processes_with_another_fixed_classifier_are_told(said: dict[str, str]) -> None:
+    told = [said.get(f"fixed-{rank}", "") for rank in range(2)]
+    assert any(line.startswith("refused") and "of another process" in line for line in told)

@@ -1,13 +1,15 @@
 """The reference of the commands, made from their own help."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from io import BytesIO, TextIOWrapper
 from os import environ
-from pathlib import Path
+from unittest import mock
 
-ROOT = Path(__file__).parent.parent.parent
+from plures.lab.cli.main import main
+
 WIDE = 400  # columns in which no line of help is broken
 
 
@@ -23,14 +25,17 @@ def commands() -> str:
     return "\n\n".join(parts)
 
 
+@cache
 def help_of(*command: str) -> str:
     """Ask a command for its help, in lines so long that none is broken.
 
     help_of("train")
     """
-    call = [sys.executable, "-m", "plures", *command, "--help"]
-    environment = {**environ, "COLUMNS": str(WIDE), "NO_COLOR": "1", "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout
+    told = TextIOWrapper(BytesIO(), encoding="utf-8")  # which has the characters that boxes are drawn with
+    with mock.patch.dict(environ, COLUMNS=str(WIDE), NO_COLOR="1"), redirect_stdout(told), suppress(SystemExit):
+        main([*command, "--help"])
+    told.seek(0)
+    return told.read()
 
 
 def options(text: str) -> Iterator[tuple[str, str]]:
