@@ -488,17 +488,47 @@ static void convolution_item(const Convolution *c, int threads, int64_t item, vo
 
 ALWAYS eight load_eight(const float *p) { return *(const eight *)p; }
 
+/* Four rows of eight inputs become eight columns of four. */
+ALWAYS void turn(const float *const from[4], float *to) {
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+    const eight first = load_eight(from[0]), second = load_eight(from[1]), third = load_eight(from[2]), last = load_eight(from[3]);
+    const eight low[2] = {PICK(first, second, 0, 8, 1, 9, 4, 12, 5, 13), PICK(third, last, 0, 8, 1, 9, 4, 12, 5, 13)};
+    const eight high[2] = {PICK(first, second, 2, 10, 3, 11, 6, 14, 7, 15), PICK(third, last, 2, 10, 3, 11, 6, 14, 7, 15)};
+    const eight turned[4] = {PICK(low[0], low[1], 0, 1, 8, 9, 4, 5, 12, 13), PICK(low[0], low[1], 2, 3, 10, 11, 6, 7, 14, 15),
+                             PICK(high[0], high[1], 0, 1, 8, 9, 4, 5, 12, 13), PICK(high[0], high[1], 2, 3, 10, 11, 6, 7, 14, 15)};
+    UNROLL for (int i = 0; i < 4; i++) { /* the lower half is column i, the upper one column i + 4 */
+        memcpy(to + i * LINEAR_ROWS, &turned[i], 16);
+        memcpy(to + (i + 4) * LINEAR_ROWS, (const char *)&turned[i] + 16, 16);
+    }
+#else
+    for (int i = 0; i < 8; i++)
+        for (int r = 0; r < 4; r++) to[i * LINEAR_ROWS + r] = from[r][i];
+#endif
+}
+
+/* Rows side by side for every input; what is beyond the last row repeats it. */
+static void pack_rows(const BlockLinear *l, const float *input, int rows, float *packed) {
+    for (int i = 0; i < l->inputs; i += 8)
+        for (int r = 0; r < LINEAR_ROWS; r += 4) {
+            const float *from[4];
+            for (int j = 0; j < 4; j++) from[j] = input + (int64_t)least(r + j, rows - 1) * l->inputs + i;
+            float *to = packed + (int64_t)i * LINEAR_ROWS + r;
+            if (i + 8 <= l->inputs)
+                turn(from, to);
+            else
+                for (int j = 0; j < 4; j++)
+                    for (int k = 0; k < l->inputs - i; k++) to[k * LINEAR_ROWS + j] = from[j][k];
+        }
+}
+
 static void linear_item(const BlockLinear *l, int64_t item, void *scratch) {
     const int64_t tiles = up(l->rows, LINEAR_ROWS), row = item % tiles * LINEAR_ROWS;
     const int member = item / tiles, rows = least(LINEAR_ROWS, l->rows - row);
     const int groups = up(l->inputs, l->group), blocks = up(l->outputs, 8);
     float *packed = scratch, *partial = packed + (int64_t)l->inputs * LINEAR_ROWS;
     const float *input = l->input + member * l->input_member_stride + row * l->inputs;
-    for (int i = 0; i < l->inputs; i += 16) /* a line of the cache at a time */
-        for (int r = 0; r < LINEAR_ROWS; r++) {
-            const float *from = input + (int64_t)least(r, rows - 1) * l->inputs;
-            for (int j = i; j < i + 16 && j < l->inputs; j++) packed[j * LINEAR_ROWS + r] = from[j];
-        }
+    pack_rows(l, input, rows, packed);
     for (int group = 0; group < groups; group++) {
         const float *inputs = packed + (int64_t)group * l->group * LINEAR_ROWS;
         const int32_t *starts = l->starts + member * ((int64_t)groups * blocks + 1) + group * blocks;
@@ -524,7 +554,8 @@ static void linear_item(const BlockLinear *l, int64_t item, void *scratch) {
                 continue;
             }
             float *output = l->output + ((int64_t)member * l->rows + row) * l->outputs + block * 8;
-            for (int r = 0; r < rows; r++, output += l->outputs) {
+            UNROLL for (int r = 0; r < LINEAR_ROWS; r++, output += l->outputs) {
+                if (r >= rows) break;
                 const eight sum = l->relu ? (eight)((eight_mask)sums[r] & ~(eight_mask)(sums[r] < (eight){0})) : sums[r];
                 if (width == 8)
                     *(eight *)output = sum;
