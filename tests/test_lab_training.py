@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -626,6 +627,19 @@ def test_a_terminal_shows_a_table_of_members_and_phases(capsys, monkeypatch):
     err = capsys.readouterr().err
     for word in ("pretrain", "prune", "finetune", "member 0", "member 1", "images/s", "left"):
         assert word in err
+
+
+@pytest.mark.parametrize("large", [0, 2**60])
+def test_a_stage_that_was_trained_is_not_kept(monkeypatch, large):
+    monkeypatch.setattr("plures.lab.training.distributed.LARGE", large)
+    processes = Processes("bf16")
+    stage = next(iter(orthogonal().stages()))
+    processes.prepare(stage, torch.optim.SGD(stage.parameters(), lr=0.1))
+    kept = weakref.ref(stage)
+    processes.let_go(size=1000)
+    del stage
+    gc.collect()
+    assert kept() is None
 
 
 # --- several processes

@@ -21,6 +21,7 @@ from plures.errors import PluresError
 from plures.lab.recipes import Recipe
 
 Result = TypeVar("Result")
+LARGE = 2**24  # bytes of a stage that are not left for Python to collect some day
 TRACKED = ("loss", "train_accuracy", "validation_accuracy", "learning_rate", "images_per_second")
 
 
@@ -63,6 +64,14 @@ class Processes:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, names)  # type: ignore[no-untyped-call]
         model, stepper = self.accelerator.prepare(stage, optimizer)
         return model, stepper
+
+    def let_go(self, size: int) -> None:
+        """Forget what was prepared: so many bytes, and as many of gradients and momentum."""
+        if size >= LARGE:
+            self.accelerator.free_memory()
+        else:  # which also collects garbage: it takes longer than to train a small stage
+            self.accelerator._models.clear()
+            self.accelerator._optimizers.clear()
 
     @contextmanager
     def tracking(self, settings: Mapping[str, Any]) -> Iterator[None]:

@@ -103,8 +103,9 @@ class StageLoop:
 
     def close(self) -> None:
         """Make the stage the same in all processes and let go of the optimizer."""
-        self.processes.take_from_main([*self.stage.parameters(), *self.stage.buffers()])
-        self.processes.accelerator.free_memory()
+        tensors = [*self.stage.parameters(), *self.stage.buffers()]
+        self.processes.take_from_main(tensors)
+        self.processes.let_go(sum(tensor.nbytes for tensor in tensors))
 
     def _train(self, number: int) -> tuple[float, float | None, float]:
         rank, world, device = self.processes.rank, self.processes.world, self.processes.device
