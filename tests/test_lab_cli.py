@@ -475,15 +475,6 @@ def test_torchrun_leaves_the_folder_to_us() -> None:
     assert launcher.parse_args(words).training_script_args == ["train", "--folder", "runs/first"]
 
 
-def test_two_processes_of_torchrun_end_quietly(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    words = ["train", "--method", "deterministic", "--folder", str(tmp_path / "run"), *SMALL[:4], "--epochs.train", "1"]
-    done = subprocess.run([*launch, "-m", "plures", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "run" / "metrics.json").is_file()
-
-
 def test_an_unfinished_run_is_not_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
     for words in (["evaluate", str(tmp_path)], ["predict", str(tmp_path), "one.png"]):

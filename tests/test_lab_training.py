@@ -652,10 +652,13 @@ from pathlib import Path
 import plures
 import test_lab_training as t
 from plures import files
-from plures.lab.training.fit import fit
+from plures.lab.cli.main import main
 from plures.lab.runs.folder import RunFolder
+from plures.lab.training.fit import fit
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+words = ["--width", "32", "--epochs.train", "1", "--folder", str(folder / "command")]
+assert main(["train", "digits", "--method", "deterministic", *words]) == 0
 if rank != "0":
     files.write = RunFolder.append_record = RunFolder.clean = lambda *_: sys.exit("the second process writes")
 ensemble = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)
@@ -663,10 +666,10 @@ plures.save(ensemble, folder / f"rank{rank}.safetensors")
 again = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)
 assert again.trained == [0, 1]
 """
-LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=6, prune=1, finetune=6))
+LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=3, prune=1, finetune=3))
 
 
-def test_two_processes_train_what_one_would(tmp_path):
+def test_two_processes_train_what_one_would_and_end_quietly(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -675,6 +678,7 @@ def test_two_processes_train_what_one_would(tmp_path):
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert (tmp_path / "command/metrics.json").is_file()
     ranks = [(tmp_path / f"rank{rank}.safetensors").read_bytes() for rank in range(2)]
     assert ranks[0] == ranks[1] == RunFolder(tmp_path / "run").ensemble.read_bytes()
     data = make_data(train=192)
