@@ -119,7 +119,10 @@ def test_export_agrees_with_eager(case) -> None:
 
 
 def test_compile_agrees_with_eager(case) -> None:
-    _, inputs, ensemble, _ = case
+    network, inputs, _, _ = case
+    ensemble = OrthogonalDropout(network, members=2, optimize_masks=False)
+    for _ in ensemble.stages():
+        pass
     torch.compiler.reset()
     # The compiler's front end on every network; what it makes of the graph is tested once, below.
     compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
@@ -128,7 +131,7 @@ def test_compile_agrees_with_eager(case) -> None:
 
 
 def test_compiled_code_agrees_with_eager() -> None:
-    ensemble = OrthogonalDropout(networks.resnet(), members=3, optimize_masks=False)
+    ensemble = OrthogonalDropout(networks.resnet(), members=2, optimize_masks=False)
     for _ in ensemble.stages():
         pass
     with torch.no_grad():
