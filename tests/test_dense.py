@@ -62,6 +62,20 @@ def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return colours[maps].movedim(-1, 1) + 0.8 * torch.randn(count, 3, 12, 12, generator=random), maps
 
 
+def listener() -> nn.Module:
+    """A tagger of features, such as sound: [batch, moments, 8] in, [batch, moments, classes] out."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def signals(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    features = torch.randn(count, 10, 8, generator=torch.Generator().manual_seed(seed))
+    targets = features[..., :CLASSES].argmax(-1)
+    targets[:, -2:] = -100
+    return features, targets
+
+
 def sentences(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Words whose class follows from their number; the last two are not labelled."""
     words = torch.randint(0, 30, (count, 10), generator=torch.Generator().manual_seed(seed))
@@ -89,16 +103,27 @@ METHODS = [
     ("DeepEnsemble", {"members": 2}, 2),
     ("BatchEnsemble", {"members": 2}, 2),
     ("Masksembles", {"members": 4}, 4),
+    ("MIMO", {"members": 2}, 2),
+    ("PackedEnsemble", {"members": 2}, 2),
 ]
+NEEDS_FEATURES = {  # members have a slot or a width of their own, which numbers of words have not
+    "MIMO": "MIMO stacks images or features on their channels; the network was given torch.int64",
+    "PackedEnsemble": "Embedding 'bert.embeddings.word_embeddings' has parameters that PackedEnsemble cannot narrow",
+}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "members"), METHODS, ids=lambda value: value if isinstance(value, str) else ""
 )
-@pytest.mark.parametrize("kind", ["pictures", "sentences"])
+@pytest.mark.parametrize("kind", ["pictures", "sentences", "signals"])
 def test_dense_answers_keep_the_contract(kind: str, name: str, options, members: int, tmp_path: Path) -> None:
-    network, data = (painter(), pictures(6, 0)) if kind == "pictures" else (tagger(), sentences(6, 0))
+    made = {"pictures": (painter, pictures), "sentences": (tagger, sentences), "signals": (listener, signals)}[kind]
+    network, data = made[0](), made[1](6, 0)
     more = {} if kind == "pictures" else {"loss": LAST}
+    if kind == "sentences" and name in NEEDS_FEATURES:
+        with pytest.raises(PluresError, match=NEEDS_FEATURES[name]):
+            train(getattr(plures, name)(network, **options, **more), data, steps=1)
+        return
     places = tuple(data[1].shape[1:])
     if name == "Masksembles" and kind == "sentences":
         more["scale"] = 1.5
@@ -153,6 +178,17 @@ def test_a_tagger_learns_from_the_labelled_words() -> None:
     prediction = ensemble.predict({"input_ids": words})
     assert prediction.label.shape == (16, 10)
     assert metrics.accuracy(prediction.probabilities, targets) > 0.9
+
+
+@pytest.mark.parametrize("name", ["MIMO", "PackedEnsemble"])
+@pytest.mark.parametrize("kind", ["pictures", "signals"])
+def test_slots_and_narrow_members_learn_dense_answers(name: str, kind: str) -> None:
+    network, draw = (painter(), pictures) if kind == "pictures" else (listener(), signals)
+    loss = None if kind == "pictures" else LAST
+    ensemble = train(getattr(plures, name)(network, members=2, loss=loss), draw(32, 0), steps=120)
+    inputs, targets = draw(24, 5)
+    for member in ensemble.predict(inputs).members:
+        assert metrics.accuracy(member, targets) > 0.75
 
 
 def test_promises_are_not_made_for_places(painted: plures.Ensemble) -> None:

@@ -220,6 +220,12 @@ def test_attention_networks_predict_the_same_with_and_without_gradients():
         assert not torch.allclose(ensemble(images()), fast)
 
 
+def empty(inputs, outputs):
+    """A layer of zero width: torch warns that it has nothing to draw."""
+    with pytest.warns(UserWarning, match="no-op"):
+        return nn.Linear(inputs, outputs)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "sentence"),
     [
@@ -234,6 +240,7 @@ def test_attention_networks_predict_the_same_with_and_without_gradients():
         (networks.mlp, {"layers": []}, "no layer to mask"),
         (networks.mlp, {"init": "old"}, "init='old'"),
         (lambda: nn.Linear(5, 4), {}, "only one layer"),
+        (lambda: nn.Sequential(empty(9, 0), nn.ReLU(), empty(0, 4)), {}, "a layer without inputs has nothing"),
         (nn.ReLU, {}, "no Linear or convolution"),
         (lambda: None, {}, "must be an nn.Module"),
     ],

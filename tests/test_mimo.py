@@ -224,7 +224,7 @@ def frozen_stem():
     [
         (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(8, 2)), "convolution of 2 groups"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2)), "it is a ConvTranspose2d"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 3)), "has no two layers that MIMO could widen"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 2, 3)), "it is a ConvTranspose2d"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, CLASSES)), "has no two layers that MIMO could widen"),
         (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2)), "is parametrized"),
         (tied_ends, "its weight is tied"),

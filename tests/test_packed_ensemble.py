@@ -259,6 +259,12 @@ def frozen():
     return network
 
 
+def empty(inputs, outputs):
+    """A layer of zero width: torch warns that it has nothing to draw."""
+    with pytest.warns(UserWarning, match="no-op"):
+        return nn.Linear(inputs, outputs)
+
+
 def normalised(network):
     nn.utils.parametrizations.weight_norm(network[3])
     return network
@@ -286,6 +292,8 @@ def normalised(network):
         (lambda: normalised(networks.mlp()), {}, "'3' has parameters"),
         (HardCoded, {}, "cannot run HardCoded with a fraction of its width"),
         (nn.ReLU, {}, "no Linear or convolution"),
+        (lambda: nn.Sequential(empty(9, 0), empty(0, 4)), {}, "Linear '0' has no weights"),
+        (lambda: nn.Sequential(empty(0, 8), nn.Linear(8, 4)), {}, "Linear '0' has no weights"),
         (dict, {}, "must be an nn.Module"),
     ],
 )

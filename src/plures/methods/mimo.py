@@ -12,7 +12,7 @@ from plures.calling import Arguments, arguments, logits_of
 from plures.checks import whole_number
 from plures.ensemble import Stage, Step, Stored, check_classes
 from plures.errors import PluresError
-from plures.losses import Loss
+from plures.losses import Loss, class_axis
 from plures.methods.building import (
     Init,
     ManyInOne,
@@ -33,12 +33,12 @@ class MIMO(ManyInOne):
         ensemble = plures.MIMO(network, members=3, first="stem", last="head.fc")
 
     In training, each slot gets its own shuffle of the batch, and the loss is the sum over the heads. At prediction, the
-    same image goes into all slots. The network must take one tensor and nothing else.
+    same image goes into all slots. The network must take one tensor of images or features and nothing else.
 
     - `batch_repetition`: how often each batch is repeated in training.
     - `input_repetition`: the share of samples that are the same in all slots.
     - `first`, `last`: the layers to widen, by `members` times the inputs and the classes; by default, the first layer
-      and the last Linear. They always start from new random weights.
+      and the last Linear, or without a Linear the last convolution. They always start from new random weights.
     - `init`: "fresh" draws new weights for the other layers as well; "given" keeps those of the network.
     """
 
@@ -61,7 +61,8 @@ class MIMO(ManyInOne):
         if not plain or not 0 <= input_repetition <= 1:
             raise PluresError(f"input_repetition={input_repetition!r}; use a share from 0 to 1")
         first, last = _ends(network, first, last)
-        slots = _Slots(_widened(network, members, first, last, init, seed), members, first)
+        axis = 1 if loss is None else class_axis(loss)
+        slots = _Slots(_widened(network, members, first, last, init, seed), members, first, axis)
         rehearse(network, slots, members, f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}")
         super().__init__(network, loss, slots)
         self.members = members
@@ -83,18 +84,31 @@ class MIMO(ManyInOne):
         outputs, *others = layers(network)[last].weight.shape
         stored.check(inside(last, "weight"), [outputs * members, *others])
 
+    def state(self) -> dict[str, Any]:
+        """Give what a file must know beyond options and tensors: also, where the classes are."""
+        return super().state() | {"class_axis": cast(_Slots, self.network).axis}
+
+    def fill(self, stored: Stored) -> None:
+        """Take over tensors, progress and the axis of the classes from a file."""
+        axis = stored.state.get("class_axis", 1)  # files of the first versions say nothing of it
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise PluresError(f"the axis of the classes is stored as {axis!r}; expected a whole number")
+        super().fill(stored)
+        cast(_Slots, self.network).axis = axis
+
     def stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
 
 
 class _Slots(nn.Module):
-    """Run a widened network: one batch for each slot in, [members, batch, classes] out."""
+    """Run a widened network: one batch for each slot in, [members, batch, ...] out, with the classes on `axis`."""
 
-    def __init__(self, network: nn.Module, members: int, first: str) -> None:
+    def __init__(self, network: nn.Module, members: int, first: str, axis: int) -> None:
         super().__init__()
         self.network = network
         self.members = members
+        self.axis = axis  # of the network's output, without the axis of members
         self.linear = isinstance(network.get_submodule(first), nn.Linear)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -106,12 +120,18 @@ class _Slots(nn.Module):
         axis = -1 if self.linear and slots[0].dim() <= 3 else 1
         stacked = torch.cat(slots, axis)
         logits = logits_of(self.network(stacked) if name is None else self.network(**{name: stacked}))
-        if logits.dim() != 2 or len(logits) != len(slots[0]):
+        if logits.dim() < 2 or len(logits) != len(slots[0]):
             raise PluresError(
                 f"the network made logits of shape {list(logits.shape)} from a batch of {len(slots[0])} samples; MIMO "
-                "needs [batch, classes]"
+                "needs [batch, classes], or [batch, classes, ...] for pixels and tokens"
             )
-        return logits.reshape(len(logits), self.members, logits.shape[1] // self.members).transpose(0, 1)
+        axis = min(self.axis, logits.dim() - 1) % logits.dim()  # a rehearsal may have fewer axes
+        if axis == 0 or logits.shape[axis] % self.members:
+            raise PluresError(
+                f"the network made logits of shape {list(logits.shape)}, whose axis {axis} cannot be divided among "
+                f"{self.members} members: name another layer with last=, or the axis with CrossEntropy(class_axis=...)"
+            )
+        return torch.unflatten(logits, axis, (self.members, -1)).movedim(axis, 0)
 
 
 class _Training(Stage):
@@ -162,17 +182,21 @@ def _one_tensor(inputs: Any) -> tuple[Tensor, str | None]:
     if len(values) != 1 or not isinstance(values[0], Tensor):
         kinds = ", ".join(type(value).__name__ for value in values)
         raise PluresError(f"MIMO stacks one tensor on its channels; the network was given ({kinds})")
+    if values[0].dtype in (torch.int64, torch.int32):
+        raise PluresError(
+            f"MIMO stacks images or features on their channels; the network was given {values[0].dtype}, such as the "
+            "numbers of tokens, which have none: use another method"
+        )
     return values[0], next(iter(kwargs), None)
 
 
 def _ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str, str]:
     """Find the two layers to widen, and refuse those that cannot be."""
     known = layers(network)
-    linear = [name for name, layer in known.items() if isinstance(layer, nn.Linear)]
-    if len(known) < 2 or not (last or linear):
+    if len(known) < 2:
         raise PluresError(
             f"{type(network).__name__} has no two layers that MIMO could widen: a first Linear or convolution for the "
-            "inputs, and a last Linear for the classes"
+            "inputs, and a last one for the classes"
         )
     first, last = ends(known, first, last)
     for end, name in (("first", first), ("last", last)):

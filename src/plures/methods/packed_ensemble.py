@@ -28,7 +28,8 @@ from plures.methods.tiling import Rows, Tiled, around, replace
 from plures.seeding import check_seed
 from plures.tensors import Layer, canonical, draw, moments
 
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
 WHOLE = 1e-6  # how far from a whole number a width may be: alpha is a float
 
 
@@ -50,7 +51,8 @@ class PackedEnsemble(ManyInOne):
       authors' code, so each member learns at a fraction of the rate.
 
     Weights always start from new random values, at the scale of the given network. The network may consist of Linear,
-    Conv1d to Conv3d, batch, instance, group and layer norm, and modules without parameters; others are refused.
+    Conv1d to Conv3d, their transposes, batch, instance, group and layer norm, and modules without parameters; others
+    are refused.
     """
 
     def __init__(
@@ -264,6 +266,8 @@ class Packing:
         inputs, outputs, groups = self._cut(name, module)
         if isinstance(module, nn.Linear):
             return (self.members * groups, outputs // groups, inputs // groups)
+        if isinstance(module, Transposed):
+            return (self.members * inputs, outputs // groups, *module.kernel_size)
         return (self.members * outputs, inputs // groups, *module.kernel_size)
 
     def _parameter(self, name: str, like: Tensor, shape: tuple[int, ...], gain: float = 1.0) -> nn.Parameter:
@@ -294,9 +298,9 @@ class Packing:
     def _widen_convolution(self, name: str, module: Convolution) -> None:
         inputs, outputs, groups = self._cut(name, module)
         shape = self.weight_shape(name, module)
+        gain = math.sqrt((module.in_channels // module.groups) / (inputs // groups))  # as large a sum from fewer inputs
         module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
         module.groups = groups * self.members
-        gain = math.sqrt(module.weight.shape[1] / shape[1])  # as large a sum from fewer inputs
         module.weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
         if module.bias is not None:
             module.bias = self._parameter(f"{name}.bias", module.bias, (module.out_channels,), gain)
@@ -349,9 +353,11 @@ def refuse_unknown(network: nn.Module) -> None:
         known = type(module) in (nn.Linear, nn.LayerNorm) or isinstance(module, Convolution | _NormBase | nn.GroupNorm)
         if not known or parametrize.is_parametrized(module):
             raise PluresError(
-                f"{where} has parameters that PackedEnsemble cannot narrow; it supports Linear, Conv1d to Conv3d, and "
-                "batch, instance, group and layer norm"
+                f"{where} has parameters that PackedEnsemble cannot narrow; it supports Linear, Conv1d to Conv3d, "
+                "their transposes, and batch, instance, group and layer norm"
             )
+        if not all(parameter.numel() for parameter in own):
+            raise PluresError(f"{where} has no weights, because its width is 0; PackedEnsemble needs at least 1")
         if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
             raise PluresError(f"{where} normalises over several axes; PackedEnsemble can only narrow one")
         if not all(parameter.requires_grad for parameter in own):
