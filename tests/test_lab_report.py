@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,14 +20,17 @@ from PIL import Image
 from plures import PluresError, files
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
-from plures.lab.compare.rows import rows_of
+from plures.lab.compare.progress import Watch
+from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
 from plures.lab.methods import LOOKS, METHOD_NAMES, looks_of, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
-from plures.lab.report.gather import Answers, Detail, gather
+from plures.lab.report.gather import Answers, Detail, gather, with_accuracy
 from plures.lab.report.page import AT_ONCE, render, summary
+from plures.lab.report.sections import training
 from plures.lab.runs.config import Made, describe, train_command
+from plures.lab.runs.folder import RECORD, RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.training.fit import train
 
@@ -307,6 +312,36 @@ def test_the_page_tells_versions_fingerprints_and_commands(html: str, runs: Path
         assert value is None or str(value) in html, name
     assert html.count("plures train digits --method") == 4
     assert "<code>plures report runs</code>" in html
+
+
+@pytest.mark.parametrize("value", [None, "high", [], {}, True, math.nan, math.inf, -1, 0, 7, 10**400, "missing"])
+@pytest.mark.parametrize("key", [*RECORD, "unknown"])
+def test_a_forged_line_of_the_log_upsets_neither_page_nor_comparison(
+    runs: Path, details: list[Detail], tmp_path: Path, key: str, value: object
+) -> None:
+    for name in ("config.json", "log.jsonl"):
+        shutil.copy(runs / "single" / name, tmp_path)
+    folder, job = RunFolder(tmp_path), Mock(run=tmp_path)
+    line = {**folder.records()[-1], key: value}
+    if value == "missing":
+        del line[key]
+    with folder.log.open("a") as log:
+        log.write(json.dumps(line) + "\n")
+    single = next(one for one in details if one.members == 1)
+    (figure,) = training([replace(single, records=with_accuracy(folder.records()))]).figures
+    assert figure.chart is not None
+    assert "nan" not in figure.chart
+    assert Watch([job], {tmp_path: 3})._position(job)
+    assert folder.log_length(["member 0 train"]) > 0
+    with pytest.raises(PluresError, match=r"is not finished: it stopped in .* after epoch \d+ of \d+"):
+        Finished.read(tmp_path)
+
+
+def test_a_log_without_accuracies_is_no_trouble(details: list[Detail]) -> None:
+    lines = [{**line, "validation_accuracy": None, "train_accuracy": None} for line in details[0].records]
+    (figure,) = training([replace(details[0], records=with_accuracy(lines))]).figures
+    assert figure.chart is None
+    assert figure.says == "The log of the run has no accuracies."
 
 
 def test_no_run_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import base64
 import io
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,8 +118,17 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
         wrong=_answers(mean[~right], targets[~right]),
         uncertain=tuple(map(picture, unsure[:PICTURES].tolist())),
         mistakes=tuple(map(picture, sure[~right[sure]][:PICTURES].tolist())),
-        records=tuple(RunFolder(run.path).records()),
+        records=with_accuracy(RunFolder(run.path).records()),
     )
+
+
+def with_accuracy(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Choose the epochs whose accuracy is known on validation images, or if there is none, on training images.
+
+    with_accuracy(RunFolder("runs/digits").records())
+    """
+    known = [tuple(one for one in records if one[key] is not None) for key in ("validation_accuracy", "train_accuracy")]
+    return known[0] or known[1]
 
 
 def _picture(test: Split, members: Tensor, targets: Tensor, number: int) -> Picture:

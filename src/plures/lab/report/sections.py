@@ -47,7 +47,7 @@ def training(details: Sequence[Detail]) -> Section:
 
     def says(one: Detail) -> str:
         if not one.records:
-            return "The run has no log."
+            return "The log of the run has no accuracies."
         key, word = charts.accuracy_key(one)
         last = {record["member"]: record[key] for record in one.records}
         if len(last) == 1:

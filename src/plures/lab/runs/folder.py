@@ -27,12 +27,14 @@ from plures import files
 from plures.errors import PluresError
 from plures.files import is_file
 from plures.lab.runs.config import differences, new_environment
-from plures.lab.runs.shapes import Maybe, misfit, read_object
+from plures.lab.runs.shapes import Between, Maybe, misfit, read_object
 
+SHARE = Between(float, 0, 1)
+COUNT = Between(int, 1, 1 << 31)
 # What every record of the log has at least.
 RECORD = {
-    **{"stage": str, "phase": str, "member": Maybe(int), "epoch": int, "epochs": int, "loss": float, "seconds": float},
-    **{"train_accuracy": Maybe(float), "validation_accuracy": Maybe(float)},
+    **{"stage": str, "phase": str, "member": Maybe(int), "epoch": COUNT, "epochs": COUNT},
+    **{"loss": float, "seconds": float, "train_accuracy": Maybe(SHARE), "validation_accuracy": Maybe(SHARE)},
 }
 MADE = {"method": str, "settings": [str], "recipe": Maybe(str), "signature": Maybe(str)}
 CONFIG: dict[str, Any] = {

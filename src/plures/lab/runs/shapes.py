@@ -9,6 +9,16 @@ from typing import Any
 from plures.errors import PluresError
 
 LARGEST = 1e300  # beyond, numbers are no measurements, and sums of them are infinite
+MOST = 1 << 63  # beyond, whole numbers count nothing, and charts cannot draw them
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number from `low` to `high`, both included."""
+
+    kind: type
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ def read_object(path: Path, shape: Mapping[str, Any], advice: str) -> dict[str, 
 
 
 def misfit(value: Any, shape: Any, name: str = "it") -> str | None:
-    """Say what first differs from a shape: a type, a list of one shape, shapes by name, or what may be missing.
+    """Say what first differs from a shape: a type, bounds, a list of one shape, shapes by name, or what may be missing.
 
     >>> misfit({"accuracy": "high"}, {"accuracy": float})
     "its accuracy is 'high'"
@@ -56,7 +66,11 @@ def misfit(value: Any, shape: Any, name: str = "it") -> str | None:
         if not isinstance(value, list):
             return f"its {name} is {value!r:.60}"
         return _first(misfit(one, shape[0], name) for one in value)
-    return None if _is(value, shape) else f"its {name} is {value!r:.60}"
+    if isinstance(shape, Between):
+        fits = _is(value, shape.kind) and shape.low <= value <= shape.high
+    else:
+        fits = _is(value, shape)
+    return None if fits else f"its {name} is {value!r:.60}"
 
 
 def _first(found: Any) -> str | None:
@@ -66,4 +80,6 @@ def _first(found: Any) -> str | None:
 def _is(value: Any, kind: type) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST
+    return isinstance(value, kind)
