@@ -226,7 +226,7 @@ def test_promises_need_held_out_data_and_enough_of_it(ensemble) -> None:
         with pytest.raises(PluresError, match="needs held-out data: call ensemble.calibrate"):
             ask()
     prediction = ensemble.calibrate(*clusters(50, seed=6)).predict(TEST[0])
-    with pytest.raises(PluresError, match="^coverage=0.99 needs at least 99 held-out samples, but there are 50$"):
+    with pytest.raises(PluresError, match="^coverage=0.99 needs at least 99 held-out samples, but there are 50:"):
         prediction.sets(coverage=0.99)
     with pytest.raises(PluresError, match="^risk=0.01 with delta=0.05 needs at least 528 held-out samples"):
         prediction.abstain(risk=0.01)

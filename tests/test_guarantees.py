@@ -153,7 +153,7 @@ def test_the_number_of_samples_that_a_coverage_takes_is_exact(count: int, covera
     takes = held_out_for_coverage(coverage)
     quantile(torch.rand(takes), coverage)
     if takes > 1:
-        with pytest.raises(PluresError, match=f"needs at least {takes} held-out samples, but there are {takes - 1}$"):
+        with pytest.raises(PluresError, match=f"needs at least {takes} held-out samples, but there are {takes - 1}:"):
             quantile(torch.rand(takes - 1), coverage)
 
 
@@ -198,7 +198,7 @@ def test_the_number_of_samples_that_a_risk_takes_is_exact(risk: float, delta: fl
     takes = held_out_for_risk(risk, delta)
     confidence = torch.linspace(0.5, 1, takes)
     assert select(confidence, torch.ones(takes, dtype=torch.bool), risk, delta).answered == 1.0
-    with pytest.raises(PluresError, match=f"needs at least {takes} held-out samples, but there are {takes - 1}$"):
+    with pytest.raises(PluresError, match=f"needs at least {takes} held-out samples, but there are {takes - 1}:"):
         select(confidence[1:], torch.ones(takes - 1, dtype=torch.bool), risk, delta)
 
 

@@ -43,7 +43,10 @@ def quantile(scores: Array, coverage: float) -> Tensor:
     rank = _rank(len(held_out), coverage)
     if rank > len(held_out):
         takes = held_out_for_coverage(coverage)
-        raise PluresError(f"coverage={coverage} needs at least {takes} held-out samples, but there are {len(held_out)}")
+        raise PluresError(
+            f"coverage={coverage} needs at least {takes} held-out samples, but there are {len(held_out)}: choose a lower "
+            "coverage or calibrate on more samples"
+        )
     return held_out.kthvalue(rank, dim=0).values
 
 
@@ -190,7 +193,10 @@ def _thresholds(count: int) -> int:
 def _unreachable(risk: float, delta: float, count: int, lowest: float) -> str:
     takes = held_out_for_risk(risk, delta)
     if count < takes:
-        return f"risk={risk} with delta={delta} needs at least {takes} held-out samples, but there are {count}"
+        return (
+            f"risk={risk} with delta={delta} needs at least {takes} held-out samples, but there are {count}: choose a "
+            "higher risk or calibrate on more samples"
+        )
     return (
         f"risk={risk} with delta={delta} cannot be guaranteed: even the most confident of the {count} held-out samples "
         f"are wrong too often, and the lowest bound is {lowest:.3g}; choose a higher risk or calibrate on more samples"

@@ -342,8 +342,10 @@ class OrthogonalDropout(Ensemble):
         # The roles in the file are resolved: what becomes of the classifier is among them.
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         # So are the owners, which would be drawn at random in vain: that took as long as all the rest of loading.
-        ensemble = cls(network, **{**stored.options, "classifier": None, "optimize_masks": True})
-        ensemble.classifier = stored.options["classifier"]
+        # And whoever loads a trained ensemble need not hear that a given network was thin to split.
+        one_of("init", stored.options["init"], get_args(Init))
+        ensemble = cls(network, **{**stored.options, "classifier": None, "optimize_masks": True, "init": "fresh"})
+        ensemble.classifier, ensemble.init = stored.options["classifier"], stored.options["init"]
         ensemble.optimize_masks = bool(stored.options["optimize_masks"])
         ensemble.fill(stored)
         return ensemble
