@@ -105,6 +105,41 @@ def test_more_members_than_are_stored(tmp_path, method, count) -> None:
     refused(tmp_path, forged)
 
 
+@pytest.mark.usefixtures("_nothing_large")
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", "1e308", "-1"])
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        ("PackedEnsemble", "alpha"),
+        ("Masksembles", "scale"),
+        ("MIMO", "input_repetition"),
+        ("OrthogonalDropout", "distill"),
+    ],
+)
+def test_numbers_that_no_option_can_have(tmp_path, method, option, value) -> None:
+    forged = forgery(tmp_path, method, members=2)
+    forged.document["options"][option] = RAW + value
+    refused(tmp_path, forged)
+
+
+@pytest.mark.parametrize("part", ["method", "option", "role", "tensor", "state"])
+def test_words_of_a_file_do_not_reach_the_terminal(tmp_path, part) -> None:
+    forged, evil = forgery(tmp_path, "OrthogonalDropout", members=2), "a\x1b[31m\r\n\x9b2J\u202eb"
+    if part == "method":
+        forged.document["method"] = evil
+    elif part == "option":
+        forged.document["options"]["granularity"] = evil
+    elif part == "role":
+        forged.document["options"]["roles"] = {evil: evil}
+    elif part == "tensor":
+        forged.document["shapes"][evil] = [1]
+    else:
+        forged.document["state"]["committed"] = [[evil]] * 2
+    message = refused(tmp_path, forged)
+    assert message.isprintable()
+    assert r"a\x1b[31m" in message
+
+
 @pytest.mark.parametrize("method", [*COUNTS, "Deterministic"])
 def test_one_number_does_not_pass_for_a_whole_tensor(tmp_path, method) -> None:
     """copy_ would spread it over all places."""

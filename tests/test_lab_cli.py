@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as arrow
 import pytest
 from filelock import FileLock
 from PIL import Image
+from pyarrow import parquet
 from torch.distributed import run as launcher
 
 from plures import PluresError
@@ -126,7 +128,7 @@ def test_help_is_plain_text_that_fits_80_columns(
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
     told = capsys.readouterr().out
-    assert max(len(line) for line in told.splitlines() if not line.startswith("usage:")) <= 80
+    assert max(map(len, told.splitlines())) <= 80
     assert not re.search(r"\{None\}|>>>|Epochs\(|NoneType", told)
     words = {
         "": ["--version", "Commands", "Train one ensemble"],
@@ -292,6 +294,11 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
         (["train", "--width", "1000000000"], "width is 1000000000, but must be"),
         (["train", "--size", "-3"], "size is -3, but must be"),
         (["train", "--epochs.train", str(10**12)], "epochs.train is 1000000000000, but must be"),
+        (["train", "--method", "packed-ensemble", "--set", "alpha=inf"], "alpha=inf; use a number above 0"),
+        (["train", "--method", "packed-ensemble", "--set", "alpha=nan"], "alpha=nan; use a number above 0"),
+        (["train", "--method", "masksembles", "--set", "scale=inf"], "scale=inf; use a number from 1"),
+        (["train", "--method", "mc-dropout", "--set", "rate=nan"], "is nan; use a number above 0 and below 1"),
+        (["train", "--set", "distill=inf"], "distill=inf"),
         (["train", "--set", "measured=1"], "no option of orthogonal-dropout 'measured'"),
         (["train", "--model", "builtins:dict"], "'builtins:dict' must"),
         (["train", "--model", "torch:zeros"], "'torch:zeros' must"),
@@ -397,11 +404,12 @@ def test_a_broken_line_of_the_log_does_not_end_a_training(
     assert "line 3 of" in caplog.text
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=["read-only", "another's", "no inodes"])
 def test_a_finished_run_is_read_where_nothing_can_be_written(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+        raise OSError(code, os.strerror(code))
 
     folder = shutil.copytree(run, tmp_path / "run")
     begun = tmp_path / "begun"
@@ -411,7 +419,7 @@ def test_a_finished_run_is_read_where_nothing_can_be_written(
             patch.setattr(owner, name, refuse)
         assert main(["train", "--run", str(folder), *SMALL]) == 0
         assert main(["train", "--run", str(begun), *SMALL]) == 2
-        assert "Read-only file system" in capsys.readouterr().err
+        assert os.strerror(code) in capsys.readouterr().err
     (folder / "metrics.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(FileLock, "acquire", refuse)
@@ -493,6 +501,25 @@ def test_shift_and_unfamiliar_data(colour_run: Path, capsys: pytest.CaptureFixtu
     assert main(words) == 0
     table = capsys.readouterr().out
     assert all(word in table for word in ("calibrated NLL", "under shift", "separating digits", "AUROC"))
+
+
+@pytest.mark.parametrize("name", ["birds/train.parquet", "birds/data/train-00000-of-00001.parquet", "birds.parquet"])
+def test_a_table_without_test_images_is_trained_measured_and_reported(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    cells = [{"bytes": digit(tmp_path / "one.png", 8 + number % 2).read_bytes()} for number in range(40)]
+    parquet.write_table(arrow.table({"image": cells, "label": [number % 2 for number in range(40)]}), name)
+    words = ["train", "--data", name.split("/")[0], "--size", "8", "--run", "run", *SMALL, "--limit", "40", "--json"]
+    assert main(words) == 0
+    assert "has no test images: 8 of its 40 training images are held out" in caplog.text
+    assert json.loads(capsys.readouterr().out)["test"]["images"] == 8
+    assert main(["evaluate", "run"]) == main(["report", "run"]) == main(["predict", "run", "one.png"]) == 0
 
 
 def test_other_data_of_the_same_name_are_not_measured(

@@ -168,17 +168,25 @@ def test_image_folder_and_parquet_give_the_same_cache(tmp_path):
     assert one.train.labels.tolist() == two.train.labels.tolist()
 
 
-def test_class_folders_alone_hold_a_fifth_out_to_test_on_always_the_same(tmp_path, caplog):
-    write_folder(tmp_path / "plain", random_pictures(40, 5, 5), [0] * 20 + [1] * 20)
-    data = open_data(str(tmp_path / "plain"), validation=0)
+@pytest.mark.parametrize("kind", ["class folders", "a folder of tables", "a table"])
+def test_without_test_images_a_fifth_is_held_out_always_the_same(tmp_path, caplog, kind):
+    pictures, labels, plain = random_pictures(40, 5, 5), [0] * 20 + [1] * 20, tmp_path / "plain"
+    if kind == "class folders":
+        write_folder(plain, pictures, labels)
+    elif kind == "a folder of tables":
+        write_parquet(plain / "train.parquet", pictures, labels)
+    else:
+        plain = tmp_path / "plain.parquet"
+        write_parquet(plain, pictures, labels)
+    data = open_data(str(plain), validation=0)
     assert (len(data.train), data.classes, np.bincount(data.test.labels).tolist()) == (32, ["ant", "bee"], [4, 4])
     assert "8 of its 40 training images are held out" in caplog.text
     assert sorted([*data.train.rows, *data.test.rows]) == list(range(40))
     for options in ({"seed": 7}, {"limit": 10}, {"validation": 8}):
-        other = open_data(str(tmp_path / "plain"), **{"validation": 0, **options})
+        other = open_data(str(plain), **{"validation": 0, **options})
         assert np.array_equal(other.test.rows, data.test.rows)
         assert not set(other.test.rows) & {*other.train.rows, *other.validation.rows}
-    unfamiliar = open_data(str(tmp_path / "plain"), like=data.info)  # nothing is trained on these
+    unfamiliar = open_data(str(plain), like=data.info)  # nothing is trained on these
     assert (len(unfamiliar.train), len(unfamiliar.validation), len(unfamiliar.test)) == (0, 0, 40)
     write_folder(tmp_path / "single", random_pictures(1, 5, 5), [0])
     with pytest.raises(PluresError, match="single image"):

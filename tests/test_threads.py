@@ -5,10 +5,12 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import plures
@@ -86,6 +88,23 @@ def hammer(predictor, read) -> None:
 def test_every_method_answers_the_same_in_eight_threads_while_a_ninth_reads(method) -> None:
     ensemble = trained(method)
     hammer(ensemble, lambda: {name: tensor.clone() for name, tensor in ensemble.tensors().items()})
+
+
+def saved(ensemble: plures.Ensemble, path: Path) -> dict[str, torch.Tensor]:
+    plures.save(ensemble, path)
+    return load_file(path)
+
+
+@pytest.mark.parametrize("way", ["save", "state_dict", "deepcopy", "engine"])
+def test_an_ensemble_is_read_in_any_way_while_others_predict(way, tmp_path) -> None:
+    ensemble = trained("OrthogonalDropout")
+    ways = {
+        "save": lambda: saved(ensemble, tmp_path / "it.safetensors"),
+        "state_dict": lambda: copy.deepcopy(ensemble.state_dict()),
+        "deepcopy": lambda: copy.deepcopy(ensemble).state_dict(),
+        "engine": lambda: {"members": ensemble.engine("unfolded").predict(batches()[0]).members},
+    }
+    hammer(ensemble, ways[way])
 
 
 def engine(ensemble: plures.OrthogonalDropout, kind: Kind) -> Any:

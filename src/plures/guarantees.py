@@ -44,8 +44,8 @@ def quantile(scores: Array, coverage: float) -> Tensor:
     if rank > len(held_out):
         takes = held_out_for_coverage(coverage)
         raise PluresError(
-            f"coverage={coverage} needs at least {takes} held-out samples, but there are {len(held_out)}: choose a lower "
-            "coverage or calibrate on more samples"
+            f"coverage={coverage} needs at least {takes} held-out samples, but there are {len(held_out)}: choose a "
+            "lower coverage or calibrate on more samples"
         )
     return held_out.kthvalue(rank, dim=0).values
 

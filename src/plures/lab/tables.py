@@ -54,7 +54,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 def _text(words: str) -> Text:
     """Take words as they are: [red].png is not markup, and no class name of a stranger steers the terminal."""
-    return Text("\n".join(map(visible, words.split("\n"))))
+    return Text(visible(words))
 
 
 def percent(value: float | None) -> str:
@@ -106,7 +106,7 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
         ["agreement", figure(found["agreement"]), "1: members fail together; 0: independently"],
     ]
     if found.get("engine"):
-        rows.append(["engine", found["engine"], "what predicted"])
+        rows.append(["engine", found["engine"], "the engine that predicted"])
     return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
 
 
@@ -125,7 +125,7 @@ def _number_table(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Show what corruptions cost: the accuracy at each severity, and over all of them NLL and ECE."""
+    """Show what corruptions cost: the accuracy at each severity, and the mean NLL and ECE over all."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(row["corruption"], []).append(row)
@@ -139,8 +139,10 @@ def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for name, found in [*kinds.items(), ("all", _means(kinds, severities))]
     ]
-    columns = ["corruption", *(f"severity {one}" for one in severities), "NLL", "ECE"]
-    title = f"accuracy under shift, on {rows[0]['images']:,} test images"
+    columns = ["corruption", *map(str, severities), "NLL", "ECE"]
+    title = (
+        f"accuracy under shift, at severity {severities[0]} to {severities[-1]}, on {rows[0]['images']:,} test images"
+    )
     return table(title, columns, lines, words=["corruption"])
 
 
@@ -196,7 +198,7 @@ def recipes_list(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | No
         made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs}{time})"))
     if any(one is not None for one in seconds.values()):
         return [made]
-    return [made, "\nplures recipes --measure estimates the training times on this machine."]
+    return [made, "", "plures recipes --measure estimates the training times on this machine."]
 
 
 def _temperature(value: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, Suppress, arg
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab.cli.shared import DataDir, Given, Settings, Switch, print_json
 
 if TYPE_CHECKING:  # --help answers without torch
@@ -105,4 +105,4 @@ def tell_failures(rows: "Sequence[Row]") -> None:
     """Say which runs failed, and why."""
     for row in rows:
         for failure in row.failures:
-            print(f"plures: {row.name} failed with {failure}", file=sys.stderr)
+            print(visible(f"plures: {row.name} failed with {failure}"), file=sys.stderr)

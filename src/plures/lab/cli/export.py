@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Positional, arg
 
+from plures.errors import visible
 from plures.lab.cli.shared import DataDir, Switch, print_json
 
 
@@ -57,7 +58,7 @@ class Export:
         if self.json:
             print_json(found)
             return 0
-        print(f"{found['file']}: {found['bytes']:,} bytes, {found['stored']}")
+        print(f"{visible(str(found['file']))}: {found['bytes']:,} bytes, {found['stored']}")
         if self.int8:
             print(
                 f"accuracy on {found['images']} test images: {100 * found['accuracy']:.2f} % in float32, "

@@ -6,12 +6,13 @@ imports is answered as at any other time.
 
 import contextlib
 import errno
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 
 if TYPE_CHECKING:
     from plures.lab.cli.shared import Command
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     after_interrupt = "nothing was done"
     _open_missing_streams()
-    with contextlib.redirect_stderr(_Forgiving(sys.stderr)):
+    with contextlib.redirect_stderr(_Forgiving(sys.stderr)), _harmless_warnings():
         try:
             command = parse(list(sys.argv[1:] if arguments is None else arguments))
             after_interrupt = command.after_interrupt
@@ -125,6 +126,22 @@ class _Forgiving:
         return getattr(self._stream, name)
 
 
+@contextlib.contextmanager
+def _harmless_warnings() -> Iterator[None]:
+    """Show control characters in warnings as escapes: names in files and folders may come from anybody."""
+
+    def harmless(record: logging.LogRecord) -> bool:
+        record.msg, record.args = visible(record.getMessage()), ()
+        return True
+
+    logger = logging.getLogger("plures")
+    logger.addFilter(harmless)
+    try:
+        yield
+    finally:
+        logger.removeFilter(harmless)
+
+
 def _open_missing_streams() -> None:
     """Give a process that was started without output somewhere to write to."""
     for name in ("stdout", "stderr"):
@@ -135,7 +152,7 @@ def _open_missing_streams() -> None:
 def _told(error: OSError) -> int:
     """Say what the system refused; stay silent where the reader of the output, such as head, has closed it."""
     if error.filename is not None:
-        print(f"plures: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        print(visible(f"plures: cannot use {error.filename}: {error.strerror}"), file=sys.stderr)
         return 2
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
     if error.errno == errno.EPIPE:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from tyro.conf import Positional, arg
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab.cli.shared import DataDir, Switch
 
 
@@ -54,5 +54,6 @@ class Report:
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
         command = f"plures report {words}"
         trust = self.trust_code
-        print(write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=trust))
+        page = write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=trust)
+        print(visible(str(page)))
         return 0

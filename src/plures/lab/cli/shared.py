@@ -1,18 +1,25 @@
 """What commands share: parsing of arguments, and printing of JSON."""
 
 import json
+import re
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from inspect import cleandoc
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from shutil import get_terminal_size
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Protocol, TextIO, TypeVar, get_args
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from plures.errors import visible
 from plures.lab.recipes import Recipe, get_recipe
 
 DataDir = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")]  # its help names the default
@@ -47,8 +54,45 @@ def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.M
     """Turn words into a command; --help and wrong words end the program as argparse does."""
     name, about = command.__name__.lower(), cleandoc(command.__doc__ or "")
     prog = f"plures {name}"
-    found: Parsed = tyro.cli(command, prog=prog, description=about, args=arguments, default=default, registry=registry)
-    return found
+
+    def read(words: Sequence[str]) -> Parsed:
+        with redirect_stdout(_Help(sys.stdout)):
+            found: Parsed = tyro.cli(
+                command, prog=prog, description=about, args=words, default=default, registry=registry
+            )
+            return found
+
+    shown = [visible(word) for word in arguments]
+    if shown == list(arguments):
+        return read(arguments)
+    try:  # tyro repeats wrong words as they are: control characters must not reach the terminal
+        with redirect_stderr(StringIO()):
+            return read(arguments)
+    except SystemExit:
+        read(shown)
+        raise
+
+
+class _Help(StringIO):
+    """Write help, and break the line of usage, which tyro may leave longer than the terminal is wide."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        first, end, rest = text.partition("\n")
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", first)  # without colours
+        if plain.startswith("usage:") and len(plain) > (width := get_terminal_size().columns):
+            whole = re.sub(r"\[[^]]*\]", lambda option: option[0].replace(" ", "\N{NO-BREAK SPACE}"), plain)
+            first = textwrap.fill(whole, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+        return self._stream.write(first.replace("\N{NO-BREAK SPACE}", " ") + end + rest)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab.compare.jobs import Comparison, Job, unique
 from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_done, run_all
 from plures.lab.compare.progress import Watch
@@ -72,7 +72,7 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
             epochs[job.run] = count_epochs(job, data) if known is None else known
         except PluresError as error:
             failures[job.run] = str(error)
-            print(f"{job.name}: failed: {error}", file=sys.stderr)
+            print(visible(f"{job.name}: failed: {error}"), file=sys.stderr)
     missing = [job for job in wanted if job.run in epochs]
     begun = sum(RunFolder(job.run).log.is_file() for job in missing)
     going_on = f" ({begun} of them started before)" if begun else ""

@@ -64,14 +64,14 @@ class Watch(AbstractContextManager["Watch"]):
         """Show that a run came to its end."""
         self.results[job.run] = reason
         number = f"[{len(self.results)}/{len(self.jobs)}]"
-        self.console.print(Text(f"{number} {job.name}: {self._result(job)}"), soft_wrap=True)
+        self.console.print(Text(visible(f"{number} {job.name}: {self._result(job)}")), soft_wrap=True)
 
     def tick(self) -> None:
         """Show, now and then, where the others are."""
         if self._live is None and time.monotonic() - self._last_line >= PAUSE:
             self._last_line = time.monotonic()
             for job in self._running():
-                self.console.print(Text(f"{job.name}: {self._position(job)}"), soft_wrap=True)
+                self.console.print(Text(visible(f"{job.name}: {self._position(job)}")), soft_wrap=True)
             self.console.print(Text(self._left()), soft_wrap=True)
 
     def _running(self) -> list[Job]:
@@ -90,7 +90,7 @@ class Watch(AbstractContextManager["Watch"]):
         last = _last(job)
         if last is None:
             return "starting"
-        return f"{visible(last['stage'])}, epoch {_records(job)} of {self.epochs[job.run]}, loss {last['loss']:.3f}"
+        return f"{last['stage']}, epoch {_records(job)} of {self.epochs[job.run]}, loss {last['loss']:.3f}"
 
     def _done(self) -> tuple[int, int]:
         """Count the epochs made here, and those that were to be made."""
@@ -112,9 +112,9 @@ class Watch(AbstractContextManager["Watch"]):
         """Show a line for each run in progress, or two where one would not fit."""
         shown = [
             (
-                Text(job.name, overflow="fold"),
+                Text(visible(job.name), overflow="fold"),
                 ProgressBar(total=self.epochs[job.run], completed=_records(job), width=BAR),
-                Text(self._position(job), "dim", overflow="fold"),
+                Text(visible(self._position(job)), "dim", overflow="fold"),
             )
             for job in self._running()[:SHOWN]
         ]

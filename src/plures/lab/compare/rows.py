@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.methods import short_name
 from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
@@ -158,7 +158,7 @@ def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: 
 
     def measured(run: Finished) -> Finished:
         def tell(words: str) -> None:
-            print(f"{run.name}, seed {run.seed}: {words}", file=sys.stderr)
+            print(visible(f"{run.name}, seed {run.seed}: {words}"), file=sys.stderr)
 
         found = measured_trust(run.path, data_dir, shift=shift, ood=ood, tell=tell)
         return replace(run, metrics={**run.metrics, **as_metrics(found)})

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plures import files
-from plures.errors import PluresError
+from plures.errors import PluresError, visible
 from plures.lab import tables
 from plures.lab.compare.compare import Planned
 from plures.lab.compare.rows import EFFICIENT, Row
@@ -277,7 +277,7 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int
             cells = [Text(one.cell(row), "bold" if one.stressed(rows) is row else "") for one in columns[:count]]
         else:
             cells = [Text("failed", "red"), *(Text("") for _ in columns[1:count])]
-        made.add_row(Text(row.name), *cells)
+        made.add_row(Text(visible(row.name)), *cells)
     return made
 
 

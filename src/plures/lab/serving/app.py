@@ -207,7 +207,7 @@ def serve(run: Run, host: str, port: int, limits: Limits) -> None:
     except UnicodeError as error:
         raise PluresError(f"host={host!r}; use the name or the address of this machine, such as 127.0.0.1") from error
     server = server_for(Model(run), host, port, limits)
-    print(f"http://{visible(host)}:{port} answers for {run.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    print(visible(f"http://{host}:{port} answers for {run.path}; Ctrl-C ends it"), file=sys.stderr, flush=True)
     try:
         server.run()
     except SystemExit as ended:  # uvicorn's way to say that the port is taken

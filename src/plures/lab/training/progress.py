@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plures.ensemble import Step
+from plures.errors import visible
 
 PAUSE = 1.0  # seconds between plain lines at least: short epochs would flood a log file
 REFRESH = 2.0  # redraws a second: they take time from the training
@@ -67,7 +68,7 @@ class Display(AbstractContextManager["Display"]):
     def say(self, text: str) -> None:
         """Show one message."""
         if not self.quiet:
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(visible(text)), soft_wrap=True)
 
     def stage(self, step: Step, epoch: int) -> None:
         """Show that a stage resumes at an epoch."""
