@@ -50,7 +50,7 @@ def test_training_is_counted_in_epochs_and_in_what_is_not_multiplied_by_zero(tmp
         | {"train_accuracy": None, "validation_accuracy": None}
         | {"seconds": 1}
         for step in plan
-        for epoch in range(job.recipe.epochs.of(step.phase))
+        for epoch in range(1, job.recipe.epochs.of(step.phase) + 1)
     ]
     job.run.mkdir(parents=True)
     (job.run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

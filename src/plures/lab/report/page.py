@@ -132,8 +132,8 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
         f"{who} the network {networks}, trained on {data['name']} and tested on {first.metrics['images']:,} "
         f"images of {len(data['classes'])} classes; {_seeds(rows)}."
     )
-    engines = [f"{one.name} by the engine {one.engine}" for one in details if one.engine]
-    answered = [f"The test images were answered again for this page: {', '.join(engines)}."] if engines else []
+    engines = [f"{one.name} with the {one.engine} engine" for one in details if one.engine]
+    answered = [f"The test images were predicted again for this page: {', '.join(engines)}."] if engines else []
     return [about, *_gain([one for one in details if one.members > 1]), *answered]
 
 

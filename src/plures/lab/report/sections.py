@@ -15,7 +15,7 @@ class Figure:
     """A chart of one row and what it shows."""
 
     title: str
-    colour: str
+    colour: str | None  # None: of several rows
     chart: Markup | None  # None: there is nothing to draw, and `says` gives the reason
     says: str
 

@@ -41,12 +41,12 @@ def _shift(measured: Measured) -> Section:
         "Under shift",
         f"{len(KINDS)} published corruptions (noise, blur, weather, compression) at {len(SEVERITIES)} severities, on "
         f"{images:,} test images; the lines are means over all corruptions, and severity 0 is the uncorrupted images.",
-        [Figure("all", measured[0][0].colour, _severity(measured, says), says)],
+        [Figure("all methods", None, _severity(measured, says), says)],
     )
 
 
 def _severity(measured: Measured, says: str) -> Markup:
-    drawing = Drawing(WIDTH, 178 + LINE * len(measured))
+    drawing = Drawing(WIDTH, 192 + LINE * len(measured))
     for place, (key, title) in enumerate((("accuracy", "accuracy"), ("ece", "ECE"))):
         lines = [[found["home"][key], *(one[key] for one in found["shift"]["by_severity"])] for _, found in measured]
         limits = limits_of([value for line in lines for value in line])
@@ -59,7 +59,7 @@ def _severity(measured: Measured, says: str) -> Markup:
         for (detail, _), values in zip(measured, lines, strict=True):
             points = [(panel.px(severity), panel.py(value)) for severity, value in enumerate(values)]
             drawing.line(points, "curve", f"--look:{detail.colour}")
-    _legend(drawing, measured, 176)
+    _legend(drawing, measured, 190)
     return drawing.markup(says)
 
 
@@ -111,7 +111,7 @@ def _risk(measured: Measured) -> Section:
     ]
     words = "; ".join(f"{one.name} {percent(half)}" for (one, _), half in zip(measured, halves, strict=True))
     says = f"The error rate of the most confident half is: {words}."
-    drawing = Drawing(WIDTH, 188 + LINE * len(measured))
+    drawing = Drawing(WIDTH, 202 + LINE * len(measured))
     limits = limits_of([0.0, *(risk for _, found in measured for risk in found["risk_coverage"]["risk"])])
     panel = Panel(drawing, 38, 12, WIDTH - 46, 136, (0, 1), limits)
     ticks = [(value, word) for value, word in percent_ticks(limits) if limits[0] <= value <= limits[1]]
@@ -119,13 +119,13 @@ def _risk(measured: Measured) -> Section:
     for detail, found in measured:
         pairs = zip(found["risk_coverage"]["coverage"], found["risk_coverage"]["risk"], strict=True)
         drawing.line([(panel.px(share), panel.py(risk)) for share, risk in pairs], "curve", f"--look:{detail.colour}")
-    _legend(drawing, measured, 190)
+    _legend(drawing, measured, 200)
     return Section(
         "risk",
         "Abstaining",
         "The error rate among the most confident predictions, against the share of images with a prediction. Lower is "
         "better.",
-        [Figure("all", measured[0][0].colour, drawing.markup(says), says)],
+        [Figure("all methods", None, drawing.markup(says), says)],
     )
 
 
