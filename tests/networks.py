@@ -129,7 +129,7 @@ def transformers_vit() -> nn.Module:
 
     config = ViTConfig(
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
         image_size=16,
@@ -144,7 +144,7 @@ def transformers_convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(
-        num_stages=2, hidden_sizes=[16, 32], depths=[1, 2], patch_size=2, num_labels=CLASSES, drop_path_rate=0.0
+        num_stages=2, hidden_sizes=[16, 32], depths=[1, 1], patch_size=2, num_labels=CLASSES, drop_path_rate=0.0
     )
     return ConvNextForImageClassification(config)
 
