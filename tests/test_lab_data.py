@@ -438,7 +438,7 @@ def cache_files(tmp_path):
 
 def test_warm_cache_does_not_read_the_source_again(bugs, tmp_path, monkeypatch):
     first = open_data("bugs", data_dir=bugs)
-    monkeypatch.setattr(sources_module, "read_parquet", lambda files: pytest.fail("read again"))
+    monkeypatch.setattr(sources_module.arrow, "read_parquet", lambda files: pytest.fail("read again"))
     assert open_data("bugs", data_dir=bugs).fingerprint == first.fingerprint
 
 

@@ -96,17 +96,18 @@ def test_no_value_of_trust_leads_to_a_traceback(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("contents", ["[" * 100_000, "{}", "null", '{"size": "x", "prediction": 1, "epochs": 1}'])
-def test_damaged_costs_and_estimates(folder: Path, contents: str) -> None:
+def test_damaged_costs_and_estimates(folder: Path, contents: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "costs.json").write_text(contents)
     with pytest.raises(PluresError, match=r"costs.json is damaged .*: remove it, and it is measured again"):
         kept_costs(folder)
+    monkeypatch.setenv("PLURES_CACHE", str(folder))
     recipe = get_recipe("digits")
     key = _key(recipe, "mimo", ())
     for kept in (contents, json.dumps({key: 7}), json.dumps({key: {"epochs": 1, "seconds": "x", "bytes": 1}})):
-        _file(folder).write_text(kept)
-        assert kept_estimate(recipe, "mimo", cache=folder) is None
-    _file(folder).write_text(json.dumps({key: {"epochs": 1, "seconds": 2.0, "bytes": 3}}))
-    assert kept_estimate(recipe, "mimo", cache=folder) == Estimate(1, 2.0, 3)
+        _file().write_text(kept)
+        assert kept_estimate(recipe, "mimo") is None
+    _file().write_text(json.dumps({key: {"epochs": 1, "seconds": 2.0, "bytes": 3}}))
+    assert kept_estimate(recipe, "mimo") == Estimate(1, 2.0, 3)
 
 
 @pytest.mark.parametrize(("name", "value"), [("width", 60_000), ("model", "resnet50")])

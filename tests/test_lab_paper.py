@@ -190,17 +190,9 @@ def test_far_values_of_the_paper_get_a_scale_of_their_own(drawn) -> None:
     assert "0.051" not in below, "a value in the range of ours needs no strip"
 
 
-def test_many_members_become_a_box(drawn) -> None:
-    found = words(drawn({"a": (bars("mc-dropout", 30, seeds=2), bars("mimo", 10))}))
-    assert {"mc-dropout (30)", "quartiles and range of (n) members", "one member"} <= set(found)
-    assert not [word for word in words(drawn({"a": (bars("mimo", 10),)})) if "quartiles" in word]
-
-
 def test_long_names_of_many_methods_do_not_overlap(drawn) -> None:
     few = words(drawn({"a": tuple(bars(name, 1) for name in TABLE3["cifar10"])}))
     assert few.count("orthogonal-") == 3, "names are broken into lines"
-    many = drawn({"a": tuple(bars(f"orthogonal-dropout, variant {n}", 1) for n in range(12))})
-    assert "rotate(-35" in many, "names that cannot be broken well are slanted"
 
 
 def test_missing_values_are_left_out(drawn) -> None:

@@ -25,9 +25,8 @@ from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
 from plures.lab.methods import LOOKS, METHOD_NAMES, looks_of, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
-from plures.lab.report import write_report
 from plures.lab.report.gather import Answers, Detail, gather, with_accuracy
-from plures.lab.report.page import AT_ONCE, render, summary
+from plures.lab.report.page import AT_ONCE, render, summary, write_report
 from plures.lab.report.sections import training
 from plures.lab.runs.config import Made, describe, train_command
 from plures.lab.runs.folder import RECORD, RunFolder

@@ -1,42 +1,30 @@
 """The page of `plures report` as a browser shows it; skipped where no Chromium is installed."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from browser import Browser, needed, opened
 from plures.lab.compare.rows import Row, rows_of
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Epochs, get_recipe
-from plures.lab.report import write_report
+from plures.lab.report.page import write_report
 from plures.lab.timing.costs import Costs
 from plures.lab.training.fit import train
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-from selenium.webdriver.chrome.options import Options  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed")
+pytestmark = needed
 
 SECTIONS = [
     *("table", "reliability", "members", "added", "agreement", "confidence"),
     *("uncertain", "mistakes", "training", "reproduce"),
 ]
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
-    "--window-size=1200,900",
-]
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-
-Browser = Any  # selenium brings no types for what it answers
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +56,8 @@ def crowded(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    options = Options()
-    options.binary_location = BROWSER
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    # A named driver, so that selenium looks for none, which it would do in the network.
-    driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
-    yield driver
-    driver.quit()
+    with opened(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 @pytest.fixture(autouse=True)

@@ -1,34 +1,24 @@
 """The page of `plures serve` as a browser shows it; skipped where no Chromium is installed."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-from selenium.webdriver.chrome.options import Options  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
-from plures.lab.serving.requests import Limits  # noqa: E402
-from served import png, serving  # noqa: E402
+from browser import Browser, needed, opened
+from plures.lab.serving.requests import Limits
+from served import png, serving
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed")
+pytestmark = needed
 
 RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
-    "--window-size=1200,900",
-]
 DROP = """
 const [bytes, name, kind] = arguments;
 const file = new File([new Uint8Array(bytes)], name, {type: "image/png"}), data = new DataTransfer();
@@ -42,8 +32,6 @@ slider.value = arguments[0];
 slider.dispatchEvent(new Event("input"));
 """
 
-Browser = Any  # selenium brings no types for what it answers
-
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
@@ -53,14 +41,8 @@ def page() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    options = Options()
-    options.binary_location = BROWSER
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+    with opened(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 def picture(seed: int) -> bytes:

@@ -17,7 +17,7 @@ import plures
 from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.data import open_data
-from plures.lab.data.table import Parts
+from plures.lab.data.table import share_out
 from plures.lab.runs.open import open_run
 from short import pool_here
 
@@ -40,10 +40,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(count=st.integers(5, 500), validation=st.sampled_from([0, 0.1, 0.5, 1, 3]), seed=st.integers(0, 9))
 def test_parts_share_out_all_rows_and_the_test_rows_never_change(count: int, validation: float, seed: int) -> None:
-    parts = Parts.draw(count, None, validation, seed)
-    everything = np.concatenate([parts.train, parts.validation, parts.test])
+    parts = share_out(count, None, validation, seed)
+    everything = np.concatenate(list(parts.values()))
     assert sorted(everything.tolist()) == list(range(count))
-    assert np.array_equal(parts.test, Parts.draw(count, None, 0, 0).test)
+    assert np.array_equal(parts["test"], share_out(count, None, 0, 0)["test"])
 
 
 def test_rows_are_standardised_by_the_training_rows_alone() -> None:

@@ -151,7 +151,7 @@ def test_what_would_take_too_long_is_left_out_with_the_reason(monkeypatch) -> No
         return iter(())
 
     monkeypatch.setattr(speed, "prediction_ratios", predicted)
-    monkeypatch.setattr(speed, "timed", lambda actions, rounds: [[0.05, 0.04]])  # 0.2 s for five
+    monkeypatch.setattr(speed.measure, "timed", lambda actions, rounds: [[0.05, 0.04]])  # 0.2 s for five
     (left_out,) = affordable_ratios(SMALL, [1, 16, 32, 128], "float32", rounds=3)
     assert asked == [(1, 3, False), (16, 3, False), (32, 1, True)]
     assert str(left_out) == (
@@ -213,7 +213,7 @@ def test_the_figures_of_the_owned_engine_are_put_between_the_marks() -> None:
 
 @pytest.mark.parametrize("name", ["OrthogonalDropout", "DeepEnsemble"])
 def test_the_cost_of_a_method_is_relative_to_the_plain_network(monkeypatch, name: str) -> None:
-    monkeypatch.setattr(costs, "RESNET18", SMALL)
+    monkeypatch.setattr(costs.measure, "RESNET18", SMALL)
     monkeypatch.setattr(costs, "METHOD_NAMES", {kebab(name): name})
     (cost,) = costs.method_costs(batch=2, precision="float32", rounds=1)
     assert cost.members == 5
@@ -223,19 +223,20 @@ def test_the_cost_of_a_method_is_relative_to_the_plain_network(monkeypatch, name
 
 
 def test_an_estimate_is_made_once_and_listed_without_measuring(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path))
     recipe = get_recipe("digits")
-    assert estimates.kept_estimate(recipe, cache=tmp_path) is None
-    first = estimates.estimate(recipe, cache=tmp_path)
+    assert estimates.kept_estimate(recipe) is None
+    first = estimates.estimate(recipe)
     assert first is not None
     assert first.epochs == 5 * (30 + 30) + 4 * 3
     assert first.seconds > 0
     monkeypatch.setattr(estimates, "_measure", lambda *_: pytest.fail("measured again"))
-    assert estimates.estimate(replace(recipe, seed=7), cache=tmp_path) == first
-    assert estimates.kept_estimate(recipe, cache=tmp_path) == first
-    assert estimates.kept_estimate(recipe, "deep-ensemble", cache=tmp_path) is None
-    assert estimates.kept_estimate(replace(recipe, width=8), cache=tmp_path) is None
+    assert estimates.estimate(replace(recipe, seed=7)) == first
+    assert estimates.kept_estimate(recipe) == first
+    assert estimates.kept_estimate(recipe, "deep-ensemble") is None
+    assert estimates.kept_estimate(replace(recipe, width=8)) is None
     monkeypatch.setattr(estimates, "processor", lambda: "another one")
-    assert estimates.kept_estimate(recipe, cache=tmp_path) is None
+    assert estimates.kept_estimate(recipe) is None
 
 
 def test_an_estimate_that_cannot_be_kept_or_read_is_made_all_the_same(monkeypatch, tmp_path) -> None:
@@ -244,9 +245,10 @@ def test_an_estimate_that_cannot_be_kept_or_read_is_made_all_the_same(monkeypatc
     found = estimates.Estimate(epochs=1, seconds=2.0, bytes=3)
     monkeypatch.setattr(estimates, "_measure", lambda *_: found)
     for cache in (tmp_path / "file", tmp_path):
-        assert estimates.estimate(get_recipe("digits"), cache=cache) == found
-    assert estimates.kept_estimate(get_recipe("digits"), cache=tmp_path) == found
-    assert estimates.estimate(replace(get_recipe("digits"), data="mine"), cache=tmp_path) is None
+        monkeypatch.setenv("PLURES_CACHE", str(cache))
+        assert estimates.estimate(get_recipe("digits")) == found
+    assert estimates.kept_estimate(get_recipe("digits")) == found
+    assert estimates.estimate(replace(get_recipe("digits"), data="mine")) is None
 
 
 def test_a_busy_machine_does_not_make_an_estimate_longer(monkeypatch) -> None:

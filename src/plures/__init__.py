@@ -39,29 +39,20 @@ if TYPE_CHECKING:
     from plures.methods.packed_ensemble import PackedEnsemble
     from plures.storage import load, save
 
-_HOMES = {
-    "Engine": "plures.methods.orthogonal_dropout.engines.engine",
-    "Ensemble": "plures.ensemble",
-    "Exported": "plures.exporting.export",
-    "Keep": "plures.methods.orthogonal_dropout.masks",
-    "Partition": "plures.methods.orthogonal_dropout.partition",
-    "Prediction": "plures.answers",
-    "CrossEntropy": "plures.losses",
-    "GaussianNLL": "plures.losses",
-    "Regression": "plures.answers",
-    "Role": "plures.methods.orthogonal_dropout.roles",
-    "Stage": "plures.ensemble",
-    "Step": "plures.ensemble",
-    "TopK": "plures.methods.orthogonal_dropout.masks",
-    "export": "plures.exporting.export",
-    "fit": "plures.lab.training.fit",  # needs the extra [lab], as do the next two
-    "from_hub": "plures.lab.sharing",
-    "push_to_hub": "plures.lab.sharing",
-    "load": "plures.storage",
-    "roles": "plures.methods.orthogonal_dropout.roles",
-    "save": "plures.storage",
-    **METHODS,
+_NAMES = {
+    "plures.answers": ("Prediction", "Regression"),
+    "plures.ensemble": ("Ensemble", "Stage", "Step"),
+    "plures.exporting.export": ("Exported", "export"),
+    "plures.lab.sharing": ("from_hub", "push_to_hub"),  # needs the extra [lab], as does the next one
+    "plures.lab.training.fit": ("fit",),
+    "plures.losses": ("CrossEntropy", "GaussianNLL"),
+    "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
+    "plures.methods.orthogonal_dropout.masks": ("Keep", "TopK"),
+    "plures.methods.orthogonal_dropout.partition": ("Partition",),
+    "plures.methods.orthogonal_dropout.roles": ("Role", "roles"),
+    "plures.storage": ("load", "save"),
 }
+_HOMES = METHODS | {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "MIMO",

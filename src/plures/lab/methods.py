@@ -85,19 +85,6 @@ def short_name(method: str) -> str:
     return kebab(method.rpartition(":")[2])
 
 
-def split_words(words: str) -> tuple[str, tuple[str, ...]]:
-    """Split METHOD or METHOD:NAME=VALUE,NAME=VALUE into the method and its settings.
-
-    >>> split_words("orthogonal-dropout:granularity=kernel"), split_words("mine:Best:rate=0.1")
-    (('orthogonal-dropout', ('granularity=kernel',)), ('mine:Best', ('rate=0.1',)))
-    """
-    first, *others = words.split(":")
-    if first not in METHOD_NAMES and others and "=" not in others[0]:
-        first = f"{first}:{others.pop(0)}"
-    facts(first)
-    return first, tuple(option.strip() for option in ":".join(others).split(",") if option.strip())
-
-
 def imported(kind: str, name: str) -> Any:
     """Get what `module:name` stands for; the working directory is searched, too, as Python does it for scripts."""
     module, _, attribute = name.partition(":")

@@ -216,36 +216,6 @@ DIGITS = Recipe(
     precision="no",  # layers this small gain nothing from bf16
 )
 
-# With convolutions, for what only they have: kernels as owners, dropout between them.
-DIGITS_RESNET = replace(
-    DIGITS,
-    about="300 digits of 8 pixels from scikit-learn, ResNet8: a first try with convolutions",
-    model="resnet8",
-    width=16,
-)
-DIGITS_WRN = replace(
-    DIGITS,
-    about="300 digits of 8 pixels from scikit-learn, the smallest wide ResNet",
-    model="wide_resnet10_2",
-    width=8,
-)
-
-# Numbers instead of classes.
-DIABETES = Recipe(
-    about="442 patients of scikit-learn, ten columns, one number to predict: regression in seconds",
-    data="diabetes",
-    validation=0.2,  # 71 patients to calibrate on: 19 are the fewest for intervals of 95 %
-    model="mlp",
-    width=64,
-    epochs=Epochs(pretrain=10, prune=1, finetune=10, train=10),  # so few patients are soon learned by heart
-    batch_size=32,
-    optimizer="adamw",  # means and variances differ in the scale of their gradients
-    learning_rate=0.01,
-    weight_decay=1e-2,
-    schedule="cosine",
-    clip=1.0,  # a variance that is far too small makes steep gradients
-)
-
 # The paper: SGD as for ResNets on CIFAR (He et al., 2016): rate 0.1 with two drops, batch 128, crop 4 and flip.
 CIFAR10 = Recipe(
     about="CIFAR10, ResNet18, the paper's settings: for a GPU",
@@ -265,27 +235,6 @@ CIFAR10 = Recipe(
     flip=True,
     precision="no",  # as published; bf16 is about twice as fast on recent GPUs
 )
-CIFAR100 = replace(CIFAR10, about="CIFAR100, ResNet18, the paper's settings: for a GPU", data="cifar100")
-TINY_IMAGENET = replace(
-    CIFAR10,
-    about="Tiny-ImageNet, ResNet50, the paper's settings: for a GPU",
-    data="tiny-imagenet",
-    size=64,
-    validation=2000,  # ten images of each class
-    model="resnet50",
-    stem="cifar",  # dividing 64 pixels by four at once would leave the last stage two
-)
-CUB200 = replace(
-    CIFAR10,
-    about="CUB200 birds from scratch, ResNet50, the paper's settings: for a GPU",
-    data="cub200",
-    size=224,  # the paper gives no size: 224 of 256 pixels is what ResNet50 was made for
-    cache_size=256,
-    validation=400,  # two images of each class, of 5,994
-    model="resnet50",
-    stem="imagenet",
-    crop=0,  # the larger cache already leaves 32 pixels to shift
-)
 
 # Wide ResNets as in the MIMO paper (Havasi et al., 2021), whose figures the paper takes over.
 CIFAR10_WRN = replace(
@@ -298,9 +247,6 @@ CIFAR10_WRN = replace(
     milestones=(0.4, 0.8, 0.9),  # epochs 100, 200 and 225 of 250
     gamma=0.2,
     warmup=1.0,
-)
-CIFAR100_WRN = replace(
-    CIFAR10_WRN, about="CIFAR100, WideResNet28-10, settings of the MIMO paper: for several GPUs", data="cifar100"
 )
 
 # Honest small versions for two cores: a quarter of the width, few images, few epochs, the proportions 10 : 1 : 10 kept.
@@ -323,70 +269,108 @@ CIFAR10_CPU = Recipe(
     flip=True,
     precision="auto",  # bf16 is twice as fast on processors that multiply in it, and many times slower on others
 )
-CIFAR100_CPU = replace(
-    CIFAR10_CPU,
-    about="CIFAR100, 10,000 images at 16 pixels, ResNet18 at quarter width: for two cores",
-    data="cifar100",
-)
-CIFAR10_HALF_CPU = replace(
-    CIFAR10_CPU,
-    about="CIFAR10, 10,000 images at 16 pixels, ResNet18 at half width: for two cores",
-    width=32,  # four times the weights: the paper's claim is about networks with capacity to spare
-)
 CIFAR10_WRN_CPU = replace(
     CIFAR10_CPU,
     about="CIFAR10, 10,000 images at 16 pixels, the smallest wide ResNet: for two cores",
     model="wide_resnet10_2",
 )
-CIFAR100_WRN_CPU = replace(
-    CIFAR10_WRN_CPU,
-    about="CIFAR100, 10,000 images at 16 pixels, the smallest wide ResNet: for two cores",
-    data="cifar100",
-)
-TINY_IMAGENET_CPU = replace(
-    CIFAR10_CPU,
-    about="20 classes of Tiny-ImageNet at 64 pixels, ResNet18 at quarter width: for two cores",
-    data="tiny-imagenet-20",
-    size=64,
-    limit=None,  # 9,500 remain to train on
-    validation=500,
-    stem="imagenet",  # 64 pixels at the price of 16
-    epochs=Epochs(
-        pretrain=20, prune=2, finetune=20, train=20
-    ),  # more images of more pixels: 20 keep it under 25 minutes
-    crop=8,  # an eighth of the side
-)
-CUB200_CPU = replace(
-    CIFAR10_CPU,
-    about="30 birds of CUB200, 64-pixel photographs, ResNet18 at quarter width: for two cores",
-    data="cub200-30",
-    size=64,
-    cache_size=72,  # an eighth of the side to shift
-    limit=None,
-    validation=60,  # two images of each class, of 900
-    stem="imagenet",
-    epochs=Epochs(pretrain=100, prune=10, finetune=100, train=100),  # 840 images make short epochs
-    batch_size=32,  # 27 steps an epoch: 128 would leave seven
-    learning_rate=0.05,  # lower, as the batch is smaller
-    crop=0,  # the larger cache already leaves room
-)
 
 RECIPES: dict[str, Recipe] = {
     "digits": DIGITS,
-    "digits-resnet": DIGITS_RESNET,
-    "digits-wrn": DIGITS_WRN,
-    "diabetes": DIABETES,
+    # With convolutions, for what only they have: kernels as owners, dropout between them.
+    "digits-resnet": replace(
+        DIGITS,
+        about="300 digits of 8 pixels from scikit-learn, ResNet8: a first try with convolutions",
+        model="resnet8",
+        width=16,
+    ),
+    "digits-wrn": replace(
+        DIGITS,
+        about="300 digits of 8 pixels from scikit-learn, the smallest wide ResNet",
+        model="wide_resnet10_2",
+        width=8,
+    ),
+    # Numbers instead of classes.
+    "diabetes": Recipe(
+        about="442 patients of scikit-learn, ten columns, one number to predict: regression in seconds",
+        data="diabetes",
+        validation=0.2,  # 71 patients to calibrate on: 19 are the fewest for intervals of 95 %
+        model="mlp",
+        width=64,
+        epochs=Epochs(pretrain=10, prune=1, finetune=10, train=10),  # so few patients are soon learned by heart
+        batch_size=32,
+        optimizer="adamw",  # means and variances differ in the scale of their gradients
+        learning_rate=0.01,
+        weight_decay=1e-2,
+        schedule="cosine",
+        clip=1.0,  # a variance that is far too small makes steep gradients
+    ),
     "cifar10": CIFAR10,
-    "cifar100": CIFAR100,
-    "cub200": CUB200,
-    "tiny-imagenet": TINY_IMAGENET,
+    "cifar100": replace(CIFAR10, about="CIFAR100, ResNet18, the paper's settings: for a GPU", data="cifar100"),
+    "cub200": replace(
+        CIFAR10,
+        about="CUB200 birds from scratch, ResNet50, the paper's settings: for a GPU",
+        data="cub200",
+        size=224,  # the paper gives no size: 224 of 256 pixels is what ResNet50 was made for
+        cache_size=256,
+        validation=400,  # two images of each class, of 5,994
+        model="resnet50",
+        stem="imagenet",
+        crop=0,  # the larger cache already leaves 32 pixels to shift
+    ),
+    "tiny-imagenet": replace(
+        CIFAR10,
+        about="Tiny-ImageNet, ResNet50, the paper's settings: for a GPU",
+        data="tiny-imagenet",
+        size=64,
+        validation=2000,  # ten images of each class
+        model="resnet50",
+        stem="cifar",  # dividing 64 pixels by four at once would leave the last stage two
+    ),
     "cifar10-wrn": CIFAR10_WRN,
-    "cifar100-wrn": CIFAR100_WRN,
+    "cifar100-wrn": replace(
+        CIFAR10_WRN, about="CIFAR100, WideResNet28-10, settings of the MIMO paper: for several GPUs", data="cifar100"
+    ),
     "cifar10-cpu": CIFAR10_CPU,
-    "cifar100-cpu": CIFAR100_CPU,
-    "cifar10-half-cpu": CIFAR10_HALF_CPU,
-    "tiny-imagenet-cpu": TINY_IMAGENET_CPU,
-    "cub200-cpu": CUB200_CPU,
+    "cifar100-cpu": replace(
+        CIFAR10_CPU,
+        about="CIFAR100, 10,000 images at 16 pixels, ResNet18 at quarter width: for two cores",
+        data="cifar100",
+    ),
+    "cifar10-half-cpu": replace(
+        CIFAR10_CPU,
+        about="CIFAR10, 10,000 images at 16 pixels, ResNet18 at half width: for two cores",
+        width=32,  # four times the weights: the paper's claim is about networks with capacity to spare
+    ),
+    "tiny-imagenet-cpu": replace(
+        CIFAR10_CPU,
+        about="20 classes of Tiny-ImageNet at 64 pixels, ResNet18 at quarter width: for two cores",
+        data="tiny-imagenet-20",
+        size=64,
+        limit=None,  # 9,500 remain to train on
+        validation=500,
+        stem="imagenet",  # 64 pixels at the price of 16
+        epochs=Epochs(pretrain=20, prune=2, finetune=20, train=20),  # more and larger images: still under 25 minutes
+        crop=8,  # an eighth of the side
+    ),
+    "cub200-cpu": replace(
+        CIFAR10_CPU,
+        about="30 birds of CUB200, 64-pixel photographs, ResNet18 at quarter width: for two cores",
+        data="cub200-30",
+        size=64,
+        cache_size=72,  # an eighth of the side to shift
+        limit=None,
+        validation=60,  # two images of each class, of 900
+        stem="imagenet",
+        epochs=Epochs(pretrain=100, prune=10, finetune=100, train=100),  # 840 images make short epochs
+        batch_size=32,  # 27 steps an epoch: 128 would leave seven
+        learning_rate=0.05,  # lower, as the batch is smaller
+        crop=0,  # the larger cache already leaves room
+    ),
     "cifar10-wrn-cpu": CIFAR10_WRN_CPU,
-    "cifar100-wrn-cpu": CIFAR100_WRN_CPU,
+    "cifar100-wrn-cpu": replace(
+        CIFAR10_WRN_CPU,
+        about="CIFAR100, 10,000 images at 16 pixels, the smallest wide ResNet: for two cores",
+        data="cifar100",
+    ),
 }

@@ -126,46 +126,26 @@ def _number_table(title: str, found: Mapping[str, Any]) -> Table:
 
 def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Show what corruptions cost: the accuracy at each severity, and the mean NLL and ECE over all."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        kinds.setdefault(row["corruption"], []).append(row)
     severities = sorted({row["severity"] for row in rows})
-    lines = [
-        [
-            name,
-            *(percent(one["accuracy"]) for one in sorted(found, key=lambda one: one["severity"])),
-            figure(fmean(one["nll"] for one in found)),
-            figure(fmean(one["ece"] for one in found), 4),
-        ]
-        for name, found in [*kinds.items(), ("all", _means(kinds, severities))]
-    ]
+
+    def line(name: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+        groups = [[one["accuracy"] for one in found if one["severity"] == severity] for severity in severities]
+        nll, ece = (fmean(one[key] for one in found) for key in ("nll", "ece"))
+        return [name, *(percent(fmean(group)) for group in groups), figure(nll), figure(ece, 4)]
+
+    kinds = dict.fromkeys(row["corruption"] for row in rows)
+    lines = [line(kind, [row for row in rows if row["corruption"] == kind]) for kind in kinds]
     columns = ["corruption", *map(str, severities), "NLL", "ECE"]
-    title = (
-        f"accuracy under shift, at severity {severities[0]} to {severities[-1]}, on {rows[0]['images']:,} test images"
-    )
-    return table(title, columns, lines, words=["corruption"])
-
-
-def _means(kinds: Mapping[str, Sequence[Mapping[str, Any]]], severities: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Average all kinds of corruption at each severity."""
-    by_severity = {
-        one: [row for found in kinds.values() for row in found if row["severity"] == one] for one in severities
-    }
-    return [
-        {"severity": one} | {name: fmean(row[name] for row in found) for name in ("accuracy", "nll", "ece")}
-        for one, found in by_severity.items()
-    ]
+    ends = f"{severities[0]} to {severities[-1]}"
+    title = f"accuracy under shift, at severity {ends}, on {rows[0]['images']:,} test images"
+    return table(title, columns, [*lines, line("all", rows)], words=["corruption"])
 
 
 def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
     """Show how well uncertainty separates out-of-distribution images."""
     lines = [[row["score"], percent(row["auroc"]), percent(row["aupr"]), percent(row["fpr95"])] for row in scores]
-    return table(
-        f"separating {data} from the test images",
-        ["score", "AUROC", "AUPR", "FPR95"],
-        lines,
-        words=["score"],
-    )
+    title = f"separating {data} from the test images"
+    return table(title, ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
 
 
 def answers_table(answers: Sequence["Answer"]) -> Table:

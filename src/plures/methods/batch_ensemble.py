@@ -11,17 +11,8 @@ from plures.checks import one_of
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import (
-    Init,
-    ManyInOne,
-    TogetherStage,
-    check_members,
-    inside,
-    layers_of,
-    rehearse,
-    started,
-    widths,
-)
+from plures.methods import building
+from plures.methods.building import Init, ManyInOne, TogetherStage
 from plures.methods.tiling import Rows, Tiled, along_width, around, replace
 from plures.seeding import generator
 from plures.tensors import Layer, own_tensors
@@ -77,17 +68,17 @@ class BatchEnsemble(ManyInOne):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        check_members(members)
-        layers_of(network)
+        building.check_members(members)
+        building.layers_of(network)
         one_of("factors", factors, get_args(FactorInit))
         rows = Rows()
-        built = started(network, init, seed)
-        for name, layer in layers_of(built).items():
+        built = building.started(network, init, seed)
+        for name, layer in building.layers_of(built).items():
             around(layer, Factors(layer, members, rows, factors, seed, name))
         if private_norm:
             built = _with_private_norm(built, members)
         tiled = Tiled(built, members, rows)
-        rehearse(network, tiled, members, f"BatchEnsemble cannot run {type(network).__name__}")
+        building.rehearse(network, tiled, members, f"BatchEnsemble cannot run {type(network).__name__}")
         super().__init__(network, loss, tiled)
         self.members = members
         self.factors = factors
@@ -99,17 +90,17 @@ class BatchEnsemble(ManyInOne):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
-        check_members(members)
-        for name, layer in layers_of(network).items():
-            inputs, outputs = widths(layer)
-            stored.check(inside(name, "members.alpha"), [members, inputs])
-            stored.check(inside(name, "members.gamma"), [members, outputs])
+        building.check_members(members)
+        for name, layer in building.layers_of(network).items():
+            inputs, outputs = building.widths(layer)
+            stored.check(building.inside(name, "members.alpha"), [members, inputs])
+            stored.check(building.inside(name, "members.gamma"), [members, outputs])
         if stored.options["private_norm"]:
             norms = [(name, norm) for name, norm in network.named_modules() if isinstance(norm, _BatchNorm)]
             for name, norm in norms:
                 for kind, tensor in own_tensors(norm).items():
                     for member in range(members):
-                        stored.check(inside(name, f"members.{member}.{kind}"), tensor.shape)
+                        stored.check(building.inside(name, f"members.{member}.{kind}"), tensor.shape)
 
 
 class Factors(nn.Module):
@@ -117,7 +108,7 @@ class Factors(nn.Module):
 
     def __init__(self, layer: Layer, members: int, rows: Rows, init: FactorInit, seed: int, name: str) -> None:
         super().__init__()
-        inputs, outputs = widths(layer)
+        inputs, outputs = building.widths(layer)
 
         def start(kind: str, width: int) -> nn.Parameter:
             values = torch.randn(members, width, generator=generator(seed, kind, name))

@@ -13,16 +13,8 @@ from plures.checks import whole_number
 from plures.ensemble import Stage, Step, Stored, check_classes
 from plures.errors import PluresError
 from plures.losses import Loss, class_axis
-from plures.methods.building import (
-    Init,
-    ManyInOne,
-    check_members,
-    ends,
-    inside,
-    rehearse,
-    started,
-    widths,
-)
+from plures.methods import building
+from plures.methods.building import Init, ManyInOne
 from plures.tensors import Layer, canonical, layers, moments, restart
 
 
@@ -55,7 +47,7 @@ class MIMO(ManyInOne):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        check_members(members)
+        building.check_members(members)
         whole_number("batch_repetition", batch_repetition, most=1000)
         plain = isinstance(input_repetition, int | float) and not isinstance(input_repetition, bool)
         if not plain or not 0 <= input_repetition <= 1:
@@ -63,7 +55,8 @@ class MIMO(ManyInOne):
         first, last = _ends(network, first, last)
         axis = 1 if loss is None else class_axis(loss)
         slots = _Slots(_widened(network, members, first, last, init, seed), members, first, axis)
-        rehearse(network, slots, members, f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}")
+        explain = f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}"
+        building.rehearse(network, slots, members, explain)
         super().__init__(network, loss, slots)
         self.members = members
         self.batch_repetition = batch_repetition
@@ -77,12 +70,12 @@ class MIMO(ManyInOne):
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
-        check_members(members)
+        building.check_members(members)
         first, last = _ends(network, stored.options["first"], stored.options["last"])
         outputs, inputs, *kernel = layers(network)[first].weight.shape
-        stored.check(inside(first, "weight"), [outputs, inputs * members, *kernel])
+        stored.check(building.inside(first, "weight"), [outputs, inputs * members, *kernel])
         outputs, *others = layers(network)[last].weight.shape
-        stored.check(inside(last, "weight"), [outputs * members, *others])
+        stored.check(building.inside(last, "weight"), [outputs * members, *others])
 
     def state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors: also, where the classes are."""
@@ -198,7 +191,7 @@ def _ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str,
             f"{type(network).__name__} has no two layers that MIMO could widen: a first Linear or convolution for the "
             "inputs, and a last one for the classes"
         )
-    first, last = ends(known, first, last)
+    first, last = building.ends(known, first, last)
     for end, name in (("first", first), ("last", last)):
         reason = _why_not(network, name, known[name])
         if reason:
@@ -225,9 +218,9 @@ def _why_not(network: nn.Module, name: str, layer: Layer) -> str | None:
 
 def _widened(network: nn.Module, members: int, first: str, last: str, init: Init, seed: int) -> nn.Module:
     """Copy a network with `members` times the inputs of its first layer and the outputs of its last."""
-    result = started(network, init, seed)
+    result = building.started(network, init, seed)
     entry, head = cast(Layer, result.get_submodule(first)), cast(Layer, result.get_submodule(last))
-    channels, _ = widths(entry)
+    channels, _ = building.widths(entry)
     for depth in range(1, first.count(".") + 1):
         parent = result.get_submodule(first.rsplit(".", depth)[0])
         if getattr(parent, "num_channels", None) == channels:  # the embeddings of transformers check their inputs

@@ -14,16 +14,8 @@ from plures.checks import number, one_of, whole_number
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import (
-    ManyInOne,
-    Reduction,
-    check_members,
-    ends,
-    inside,
-    layers_of,
-    rehearse,
-    widths,
-)
+from plures.methods import building
+from plures.methods.building import ManyInOne, Reduction
 from plures.methods.tiling import Rows, Tiled, around, replace
 from plures.seeding import check_seed
 from plures.tensors import Layer, canonical, draw, moments
@@ -72,7 +64,7 @@ class PackedEnsemble(ManyInOne):
         packing = Packing(network, members, alpha, gamma, first, last, seed)
         first, last = packing.first, packing.last
         tiled = Tiled(packing.pack(network), members, packing.rows, interleave=True)
-        rehearse(
+        building.rehearse(
             network,
             tiled,
             members,
@@ -94,10 +86,10 @@ class PackedEnsemble(ManyInOne):
         names = ("members", "alpha", "gamma", "first", "last", "seed")
         packing = Packing(network, *(stored.options[name] for name in names))
         first_names = canonical(network)
-        for name, layer in layers_of(network).items():
+        for name, layer in building.layers_of(network).items():
             weight = f"{name}.weight".lstrip(".")
             if first_names.get(weight) == weight:  # tied ones are stored once
-                stored.check(inside(name, "weight"), packing.weight_shape(name, layer))
+                stored.check(building.inside(name, "weight"), packing.weight_shape(name, layer))
 
 
 class Fold:
@@ -186,12 +178,12 @@ class Packing:
         last: str | None,
         seed: int,
     ) -> None:
-        check_members(members)
+        building.check_members(members)
         if alpha is not None:
             number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
         whole_number("gamma", gamma)
         check_seed(seed)
-        self.first, self.last = ends(layers_of(network), first, last)
+        self.first, self.last = building.ends(building.layers_of(network), first, last)
         refuse_unknown(network)
         self.members = members
         self.gamma = gamma
@@ -224,7 +216,7 @@ class Packing:
         parts = [self.gamma]
         for name, module in network.named_modules():
             if isinstance(module, nn.Linear | Convolution):
-                inputs, outputs = widths(module)
+                inputs, outputs = building.widths(module)
                 hidden += [inputs] * (name != self.first) + [outputs] * (name != self.last)
             if isinstance(module, Convolution) and not is_depthwise(module):
                 parts.append(self.gamma * module.groups)
@@ -246,7 +238,7 @@ class Packing:
         )
 
     def _widths(self, name: str, module: Layer, parts: int) -> tuple[int, int]:
-        inputs, outputs = widths(module)
+        inputs, outputs = building.widths(module)
         return (
             inputs if name == self.first else self._width(name, inputs, parts),
             outputs if name == self.last else self._width(name, outputs, parts),

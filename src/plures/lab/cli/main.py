@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from plures.errors import PluresError, visible
@@ -17,6 +18,7 @@ from plures.errors import PluresError, visible
 if TYPE_CHECKING:
     from plures.lab.cli.shared import Command
 
+COMMANDS = ("train", "evaluate", "predict", "export", "serve", "compare", "reproduce", "report", "recipes", "bench")
 OVERVIEW = """usage: plures COMMAND [OPTIONS]
 
 Split one network into an ensemble of subnetworks: calibrated uncertainty at
@@ -80,20 +82,8 @@ def parse(arguments: Sequence[str]) -> "Command":
 
 
 def commands() -> dict[str, type[Any]]:
-    """Give the commands by name: classes whose fields are their arguments and whose docstring is their help."""
-    from plures.lab.cli.bench import Bench
-    from plures.lab.cli.compare import Compare
-    from plures.lab.cli.evaluate import Evaluate
-    from plures.lab.cli.export import Export
-    from plures.lab.cli.predict import Predict
-    from plures.lab.cli.recipes import Recipes
-    from plures.lab.cli.report import Report
-    from plures.lab.cli.reproduce import Reproduce
-    from plures.lab.cli.serve import Serve
-    from plures.lab.cli.train import Train
-
-    every = (Train, Evaluate, Predict, Export, Serve, Compare, Reproduce, Report, Recipes, Bench)
-    return {command.__name__.lower(): command for command in every}
+    """Give the commands: each is a class in a file of its name; its fields are arguments, and its docstring is help."""
+    return {name: getattr(import_module(f"plures.lab.cli.{name}"), name.capitalize()) for name in COMMANDS}
 
 
 def _overview(known: dict[str, type[Any]]) -> str:

@@ -42,7 +42,7 @@ class Report:
         """Write the page, and say where."""
         from plures.files import check_place
         from plures.lab.compare.rows import rows_of, with_costs
-        from plures.lab.report import write_report
+        from plures.lab.report.page import write_report
 
         if not self.runs:
             raise PluresError("there are no runs to report on: give run folders, or folders that contain them")

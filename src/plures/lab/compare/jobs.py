@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError
-from plures.lab.methods import METHOD_NAMES, short_name, split_words
+from plures.lab.methods import METHOD_NAMES, facts, short_name
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Recipe
 
@@ -36,10 +36,16 @@ class Variant:
     def parse(cls, words: str) -> "Variant":
         """Read METHOD or METHOD:NAME=VALUE,NAME=VALUE; a METHOD outside the package is package.module:Class.
 
-        Variant.parse("orthogonal-dropout:granularity=kernel,classifier=split")
-        Variant.parse("mine.methods:Forest:depth=3")
+        >>> Variant.parse("orthogonal-dropout:granularity=kernel,classifier=split").settings
+        ('granularity=kernel', 'classifier=split')
+        >>> Variant.parse("mine.methods:Forest:depth=3").method
+        'mine.methods:Forest'
         """
-        return cls(*split_words(words))
+        method, *others = words.split(":")
+        if method not in METHOD_NAMES and others and "=" not in others[0]:
+            method = f"{method}:{others.pop(0)}"
+        facts(method)  # refuses others
+        return cls(method, tuple(option.strip() for option in ":".join(others).split(",") if option.strip()))
 
     @property
     def class_name(self) -> str:

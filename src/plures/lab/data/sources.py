@@ -19,25 +19,8 @@ import numpy as np
 
 from plures.checks import nearest
 from plures.errors import PluresError
-from plures.lab.data.arrow import (
-    ROWS_AT_ONCE,
-    ArrowTable,
-    arrow_contents,
-    first_line,
-    parquet_files,
-    read_parquet,
-    split_of_file,
-)
-from plures.lab.data.pictures import (
-    SPLIT_NAMES,
-    Contents,
-    Picture,
-    by_split,
-    folders_in,
-    pictures_below,
-    read_file,
-    reading,
-)
+from plures.lab.data import arrow, pictures
+from plures.lab.data.pictures import Contents, Picture
 from plures.lab.data.split import stratified
 from plures.lab.data.table import TABLES
 
@@ -115,7 +98,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def _exists(place: Path) -> bool:
-    with reading(place):
+    with pictures.reading(place):
         try:
             place.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -137,11 +120,11 @@ def _local_source(name: str, place: Path) -> Source:
     if not place.is_dir():
         if not place.is_file() or place.suffix != ".parquet":
             raise PluresError(f"{place} is neither a folder nor a .parquet file")
-        files = {split_of_file(place): [place]}
-        return Source(name, _signature("parquet", [place]), lambda: read_parquet(files))
-    if tables := parquet_files(place):
+        files = {arrow.split_of_file(place): [place]}
+        return Source(name, _signature("parquet", [place]), lambda: arrow.read_parquet(files))
+    if tables := arrow.parquet_files(place):
         signature = _signature("parquet", (file for part in tables.values() for file in part))
-        return Source(name, signature, lambda: read_parquet(tables))
+        return Source(name, signature, lambda: arrow.read_parquet(tables))
     if found := image_files(place):
         every = (file for classes in found.values() for files in classes.values() for file in files)
         return Source(name, _signature("image folder", every), lambda: read_image_folder(found, str(place)))
@@ -155,7 +138,7 @@ def _signature(kind: str, files: Iterable[Path]) -> str:
     """Name the state of files without reading them: path, size and time of change."""
     lines = [kind]
     for file in files:
-        with reading(file):
+        with pictures.reading(file):
             state = file.stat()
         lines.append(f"{os.path.abspath(file)} {state.st_size} {state.st_mtime_ns}")  # noqa: PTH100 (keeps links)
     return "\n".join(lines)
@@ -192,7 +175,7 @@ class FolderPictures:
 
     def __iter__(self) -> Iterator[Picture]:
         for file, label in zip(self.files, self.labels, strict=True):
-            yield Picture(read_file(file), label, str(file))
+            yield Picture(pictures.read_file(file), label, str(file))
 
 
 def image_files(folder: Path) -> dict[str, dict[str, list[Path]]]:
@@ -203,11 +186,12 @@ def image_files(folder: Path) -> dict[str, dict[str, list[Path]]]:
     Empty when there are none. Without a folder called train or test, the folders are the classes of a train split.
     Classes and, within a class, files stand in alphabetical order.
     """
-    parts = {entry.name: entry for entry in folders_in(folder) if entry.name.lower() in SPLIT_NAMES}
-    splits = by_split(parts, str(folder)) if parts else {"train": folder}
+    parts = {entry.name: entry for entry in pictures.folders_in(folder) if entry.name.lower() in pictures.SPLIT_NAMES}
+    splits = pictures.by_split(parts, str(folder)) if parts else {"train": folder}
     found: dict[str, dict[str, list[Path]]] = {}
     for split, part in splits.items():
-        classes = {entry.name: files for entry in folders_in(part) if (files := pictures_below(entry))}
+        folders = {entry.name: pictures.pictures_below(entry) for entry in pictures.folders_in(part)}
+        classes = {name: files for name, files in folders.items() if files}
         if classes:
             found[split] = classes
     return found
@@ -244,10 +228,10 @@ def _read_hub(hub_id: str, configuration: str | None, missing: Callable[[str], s
     try:
         loaded = datasets.load_dataset(hub_id, configuration)
     except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
-        answer = f"{hub_id} on the Hugging Face hub cannot be loaded ({first_line(error)})"
+        answer = f"{hub_id} on the Hugging Face hub cannot be loaded ({arrow.first_line(error)})"
         raise PluresError(missing(answer)) from None
-    splits = by_split(dict(loaded), hub_id)
-    return arrow_contents({split: [_hub_table(f"{hub_id} ({split})", part)] for split, part in splits.items()})
+    splits = pictures.by_split(dict(loaded), hub_id)
+    return arrow.arrow_contents({split: [_hub_table(f"{hub_id} ({split})", part)] for split, part in splits.items()})
 
 
 def _ask_hub(hub_id: str, missing: Callable[[str], str]) -> None:
@@ -266,8 +250,8 @@ def _ask_hub(hub_id: str, missing: Callable[[str], str]) -> None:
         raise PluresError(missing(f"the Hugging Face hub cannot be reached for {hub_id}")) from None
 
 
-def _hub_table(origin: str, part: "datasets.Dataset") -> ArrowTable:
+def _hub_table(origin: str, part: "datasets.Dataset") -> arrow.ArrowTable:
     def read(columns: list[str]) -> "Iterator[pa.Table]":
-        yield from part.select_columns(columns).with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
+        yield from part.select_columns(columns).with_format("arrow").iter(batch_size=arrow.ROWS_AT_ONCE)
 
-    return ArrowTable(origin, part.features.arrow_schema, len(part), read)
+    return arrow.ArrowTable(origin, part.features.arrow_schema, len(part), read)

@@ -37,30 +37,21 @@ class TableInfo(DataInfo):
         return ((images - mean) / std).permute(0, 3, 1, 2)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Which rows of a table are for what: the test rows are always the same, the validation rows follow the seed."""
+def share_out(count: int, limit: int | None, validation: float, seed: int) -> dict[str, Rows]:
+    """Say which rows of a table are for what: the test rows are always the same, the validation rows follow the seed.
 
-    train: Rows
-    validation: Rows
-    test: Rows
-
-    @classmethod
-    def draw(cls, count: int, limit: int | None, validation: float, seed: int) -> "Parts":
-        """Share out the rows.
-
-        Parts.draw(442, limit=None, validation=0.2, seed=0)
-        """
-        order = permutation(count, "test rows", 0)
-        test, rest = order[: round(TEST_SHARE * count)], order[round(TEST_SHARE * count) :]
-        rest = rest[permutation(len(rest), "validation rows", seed)][:limit]
-        held_out = round(validation * len(rest)) if validation < 1 else int(validation)
-        if held_out >= len(rest):
-            raise PluresError(
-                f"validation={validation} cannot be held out from {len(rest)} training rows: give a fraction, such as "
-                "0.2, or a smaller number"
-            )
-        return cls(np.sort(rest[held_out:]), np.sort(rest[:held_out]), np.sort(test))
+    share_out(442, limit=None, validation=0.2, seed=0)["test"]
+    """
+    order = permutation(count, "test rows", 0)
+    test, rest = order[: round(TEST_SHARE * count)], order[round(TEST_SHARE * count) :]
+    rest = rest[permutation(len(rest), "validation rows", seed)][:limit]
+    held_out = round(validation * len(rest)) if validation < 1 else int(validation)
+    if held_out >= len(rest):
+        raise PluresError(
+            f"validation={validation} cannot be held out from {len(rest)} training rows: give a fraction, such as "
+            "0.2, or a smaller number"
+        )
+    return {"train": np.sort(rest[held_out:]), "validation": np.sort(rest[:held_out]), "test": np.sort(test)}
 
 
 def open_table(name: str, limit: int | None, validation: float, seed: int) -> tuple[dict[str, Split], str]:
@@ -72,8 +63,8 @@ def open_table(name: str, limit: int | None, validation: float, seed: int) -> tu
 
     columns, values = load_diabetes(return_X_y=True)
     rows, values = columns.astype(np.float32)[:, None, None, :], values.astype(np.float32)[:, None]
-    parts = Parts.draw(len(rows), limit, validation, seed)
-    seen, wanted = rows[parts.train].reshape(len(parts.train), -1).astype(np.float64), values[parts.train]
+    parts = share_out(len(rows), limit, validation, seed)
+    seen, wanted = rows[parts["train"]].reshape(len(parts["train"]), -1).astype(np.float64), values[parts["train"]]
     info = TableInfo(
         name=name,
         classes=("mean", "log-variance"),
@@ -87,5 +78,5 @@ def open_table(name: str, limit: int | None, validation: float, seed: int) -> tu
         target_std=float(wanted.std(dtype=np.float64)),
     )
     targets = ((values - info.target_mean) / info.target_std).astype(np.float32)
-    splits = {part: Split(part, info, rows, chosen, targets[chosen]) for part, chosen in vars(parts).items()}
-    return splits, digest(rows.tobytes(), values.tobytes(), *(one.tobytes() for one in vars(parts).values()), length=32)
+    splits = {part: Split(part, info, rows, chosen, targets[chosen]) for part, chosen in parts.items()}
+    return splits, digest(rows.tobytes(), values.tobytes(), *(one.tobytes() for one in parts.values()), length=32)

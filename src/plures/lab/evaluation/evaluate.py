@@ -106,6 +106,7 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
     """Compute every metric of members' probabilities [members, samples, classes]."""
     probabilities = members.mean(0)
     accuracies = metrics.member_accuracies(members, targets)
+    agreement = metrics.agreement(members, targets)
     return {
         "images": len(targets),
         "members": len(members),
@@ -116,7 +117,7 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
         "aurc": metrics.aurc(probabilities, targets),
         "member_accuracies": accuracies,
         "mean_member_accuracy": sum(accuracies) / len(accuracies),
-        "agreement": _number(metrics.agreement(members, targets)),
+        "agreement": None if math.isnan(agreement) else agreement,  # JSON has no NaN
     }
 
 
@@ -223,8 +224,3 @@ def _inputs(split: Split, spoil: Spoil | None) -> Iterator[Tensor]:
     for start in range(0, len(split), block):
         pixels = torch.from_numpy(split.seen(slice(start, start + block)))
         yield info.normalise(pixels if spoil is None else spoil(pixels, start))
-
-
-def _number(value: float) -> float | None:
-    """Say None where there is no number: JSON has no NaN."""
-    return None if math.isnan(value) else value

@@ -26,7 +26,6 @@ WIDTH = 7.0  # inches: a printed page between its margins
 DPI = 200
 POINTS = 9  # of all text
 FILES: dict[str, dict[str, None]] = {".pdf": {"CreationDate": None}, ".png": {}, ".svg": {"Date": None}}  # undated
-BARS = 10  # members shown one by one; more are summed up in a box
 INK = "#222222"
 TICKS = 5
 STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten

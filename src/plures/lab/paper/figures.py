@@ -1,7 +1,6 @@
 """The paper's figures: bars of member accuracies, and scores against the number of members."""
 
 import itertools
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from plures.errors import PluresError
 from plures.lab.methods import Look, looks_of
-from plures.lab.paper.canvas import (
-    BARS,
-    INK,
-    STEPS,
-    TICKS,
-    WIDTH,
-    Mark,
-    around,
-    finish,
-    hollow,
-    inches_of,
-    known,
-    open_axes,
-    own_rules,
-    percent,
-    save_figure,
-    solid,
-    spread,
-)
+from plures.lab.paper import canvas
 from plures.lab.paper.published import Published
 
 
@@ -86,9 +67,9 @@ class Series:
 Item = TypeVar("Item", Bars, Series)
 Pick = Callable[[Point], list[float]]
 SCORES: dict[str, Pick] = {
-    "accuracy in %\nhigher is better": lambda point: percent(point.accuracy),
-    "NLL\nlower is better": lambda point: known(point.nll),
-    "ECE\nlower is better": lambda point: known(point.ece),
+    "accuracy in %\nhigher is better": lambda point: canvas.percent(point.accuracy),
+    "NLL\nlower is better": lambda point: canvas.known(point.nll),
+    "ECE\nlower is better": lambda point: canvas.known(point.ece),
 }
 
 
@@ -96,21 +77,18 @@ def member_bars(panels: Mapping[str, Sequence[Bars]], stem: Path) -> list[Path]:
     """Draw figure 1, the accuracy of each member, as PDF, PNG and SVG; return their paths.
 
     The ensemble is a line above its members, the paper's mean member a hollow marker. Over several seeds, bars and
-    lines are means, with one standard deviation around them. More than ten members become a box of quartiles and range.
+    lines are means, with one standard deviation around them.
     """
     every = _every("member_bars", panels)
-    with own_rules():
-        few = max(map(len, panels.values())) <= 3
-        columns = 2 if few and len(panels) > 1 else 1
-        rows = math.ceil(len(panels) / columns)
+    with canvas.own_rules():
         figure = Figure()
         looks = looks_of(group.name for group in every)
         for index, (title, groups) in enumerate(panels.items()):
-            host = figure.add_subplot(rows, columns, index + 1)
+            host = figure.add_subplot(len(panels), 1, index + 1)
             host.set_title(title, fontweight="bold")
-            _bar_panel(host, groups, looks, inches=WIDTH / columns - 0.75)
-        finish(figure, _bar_legend(every), rows * 2.9)
-        return save_figure(figure, stem)
+            _bar_panel(host, groups, looks, inches=canvas.WIDTH - 0.75)
+        canvas.finish(figure, _bar_legend(every), len(panels) * 2.9)
+        return canvas.save_figure(figure, stem)
 
 
 def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[Path]:
@@ -120,7 +98,7 @@ def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[
     values hollow markers, in a strip of its own scale where they lie far from ours.
     """
     every = _every("against_members", panels)
-    with own_rules():
+    with canvas.own_rules():
         figure = Figure()
         looks = looks_of(series.name for series in every)
         for row, (title, own) in enumerate(panels.items()):
@@ -133,8 +111,8 @@ def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[
                     lowest.set_xlabel("members")
                 if column == 0:
                     axes.set_ylabel(title, fontweight="bold")
-        finish(figure, _line_legend(every, looks), len(panels) * 2.4 + 0.3)
-        return save_figure(figure, stem)
+        canvas.finish(figure, _line_legend(every, looks), len(panels) * 2.4 + 0.3)
+        return canvas.save_figure(figure, stem)
 
 
 # Bars
@@ -142,14 +120,15 @@ def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[
 
 def _bar_panel(host: Axes, groups: Sequence[Bars], looks: Mapping[str, Look], inches: float) -> None:
     ours = [value for group in groups for value in _extent(group)]
-    marks = [Mark(x, y, Look(INK, "D")) for x, group in enumerate(groups) for y in percent([group.paper])]
-    axes, lowest = open_axes(host, [*ours, *_floor(ours)], marks)
+    of_paper = [(x, y) for x, group in enumerate(groups) for y in canvas.percent([group.paper])]
+    marks = [canvas.Mark(x, y, Look(canvas.INK, "D")) for x, y in of_paper]
+    axes, lowest = canvas.open_axes(host, [*ours, *_floor(ours)], marks)
     axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
-    start = max(0.0, float(MaxNLocator(TICKS, steps=STEPS).tick_values(*axes.get_ylim())[0]))
+    start = max(0.0, float(MaxNLocator(canvas.TICKS, steps=canvas.STEPS).tick_values(*axes.get_ylim())[0]))
     axes.set_ylim(bottom=start)
     axes.set_ylabel("accuracy in %" + (f"\n(axis starts at {start:g})" if start else ""))
     inch = len(groups) / inches  # on the x axis, where methods lie at 0, 1, 2 ...
-    most = max((len(_by_member(group)) for group in groups if len(_by_member(group)) <= BARS), default=1)
+    most = max((len(_by_member(group)) for group in groups), default=1)
     for x, group in enumerate(groups):
         _bar_group(axes, x, group, looks[group.name].colour, inch, width=min(0.8 / max(most, 1), 0.3 * inch))
     lowest.tick_params(axis="x", length=0)
@@ -158,10 +137,8 @@ def _bar_panel(host: Axes, groups: Sequence[Bars], looks: Mapping[str, Look], in
 
 def _extent(group: Bars) -> list[float]:
     """All values of a method that must be in sight."""
-    members = _by_member(group)
-    if len(members) > BARS:
-        return [*around(percent(group.ensemble)), *itertools.chain(*members)]
-    return [value for values in (*members, percent(group.ensemble)) for value in around(values)]
+    each = (*_by_member(group), canvas.percent(group.ensemble))
+    return [value for values in each for value in canvas.around(values)]
 
 
 def _floor(values: Sequence[float]) -> list[float]:
@@ -175,84 +152,51 @@ def _floor(values: Sequence[float]) -> list[float]:
 
 def _bar_group(axes: Axes, x: int, group: Bars, colour: str, inch: float, width: float) -> None:
     members = _by_member(group)
-    if len(members) > BARS:
-        _box(axes, x, list(itertools.chain(*members)), colour, width=0.3 * inch)
-    else:
-        for index, values in enumerate(members):
-            _bar(axes, x + (index - (len(members) - 1) / 2) * width, values, colour, width)
-    if ensemble := percent(group.ensemble):
-        mean, deviation = spread(ensemble)
-        half = 0.04 * inch + max(0.3 * inch, width * len(members) if len(members) <= BARS else 0.0) / 2
-        axes.hlines(mean, x - half, x + half, color=INK, linewidth=1.8, zorder=4)
+    for index, values in enumerate(members):
+        _bar(axes, x + (index - (len(members) - 1) / 2) * width, values, colour, width)
+    if ensemble := canvas.percent(group.ensemble):
+        mean, deviation = canvas.spread(ensemble)
+        half = 0.04 * inch + max(0.3 * inch, width * len(members)) / 2
+        axes.hlines(mean, x - half, x + half, color=canvas.INK, linewidth=1.8, zorder=4)
         if deviation:  # at the end of the line, where no member's own deviation is in the way
-            axes.errorbar(x + half, mean, deviation, color=INK, linewidth=0.9, capsize=1.5)
+            axes.errorbar(x + half, mean, deviation, color=canvas.INK, linewidth=0.9, capsize=1.5)
 
 
 def _bar(axes: Axes, x: float, values: Sequence[float], colour: str, width: float) -> None:
     if not values:
         return
-    mean, deviation = spread(values)
+    mean, deviation = canvas.spread(values)
     axes.bar(x, mean, width, color=colour, edgecolor="white", linewidth=0.6)
     if deviation:
-        axes.errorbar(x, mean, deviation, color=INK, linewidth=0.9, capsize=1.5)
-
-
-def _box(axes: Axes, x: float, values: Sequence[float], colour: str, width: float) -> None:
-    thin = {"color": INK, "linewidth": 0.9}
-    axes.boxplot(
-        [values],
-        positions=[x],
-        widths=width,
-        whis=(0, 100),
-        patch_artist=True,
-        manage_ticks=False,
-        boxprops={"facecolor": colour, "edgecolor": INK, "linewidth": 0.9},
-        medianprops=thin,
-        whiskerprops=thin,
-        capprops=thin,
-    )
+        axes.errorbar(x, mean, deviation, color=canvas.INK, linewidth=0.9, capsize=1.5)
 
 
 def _name_groups(axes: Axes, groups: Sequence[Bars], inches: float) -> None:
-    """Write the names below: broken into lines that fit, or slanted where they cannot."""
+    """Write the names below, broken into lines."""
     room = 0.96 * inches / max(len(groups), 1)
-    fitting = [_wrapped(name, room) for name in map(_caption, groups)]
-    if all(fitting):
-        axes.set_xticks(range(len(groups)), ["\n".join(lines) for lines in fitting])
-        return
-    axes.set_xticks(range(len(groups)), [textwrap.fill(_caption(group), 22) for group in groups])
-    for label in axes.get_xticklabels():
-        label.set(rotation=35, ha="right", rotation_mode="anchor")
+    nothing = " (no\N{NO-BREAK SPACE}result)"
+    names = [group.name if any(_by_member(group)) else group.name + nothing for group in groups]
+    axes.set_xticks(range(len(groups)), [_wrapped(name, room) for name in names])
 
 
-def _caption(group: Bars) -> str:
-    members = _by_member(group)
-    if not any(members):
-        return f"{group.name} (no\N{NO-BREAK SPACE}result)"
-    return f"{group.name} ({len(members)})" if len(members) > BARS else group.name
-
-
-def _wrapped(text: str, room: float) -> list[str]:
-    """Break a text into lines as long as fit into the given inches; no lines at all if a word does not."""
+def _wrapped(text: str, room: float) -> str:
+    """Break a text into lines as long as fit into the given inches, or after every word."""
     for letters in range(len(text), 0, -1):
         lines = textwrap.wrap(text, letters, break_long_words=False)
-        if all(inches_of(line) <= room for line in lines):
-            return lines
-    return []
+        if all(canvas.inches_of(line) <= room for line in lines):
+            break
+    return "\n".join(lines)
 
 
 def _bar_legend(groups: Sequence[Bars]) -> list[Artist]:
-    sizes = [len(_by_member(group)) for group in groups]
-    handles: list[Artist] = []
-    if any(0 < size <= BARS for size in sizes):
-        handles.append(Patch(facecolor="#BBBBBB", label="one member"))
-    if any(size > BARS for size in sizes):
-        handles.append(Patch(facecolor="#BBBBBB", edgecolor=INK, label="quartiles and range of (n) members"))
-    handles.append(Line2D([], [], color=INK, linewidth=1.8, label="ensemble"))
+    handles: list[Artist] = [
+        Patch(facecolor="#BBBBBB", label="one member"),
+        Line2D([], [], color=canvas.INK, linewidth=1.8, label="ensemble"),
+    ]
     if label := _deviation_label([len(group.members) for group in groups]):
-        handles.append(Line2D([], [], color=INK, linestyle="none", marker="|", markersize=9, label=label))
-    if any(known([group.paper]) for group in groups):
-        handles.append(Line2D([], [], **hollow(Look(INK, "D")), label="paper: mean member"))
+        handles.append(Line2D([], [], color=canvas.INK, linestyle="none", marker="|", markersize=9, label=label))
+    if any(canvas.known([group.paper]) for group in groups):
+        handles.append(Line2D([], [], **canvas.hollow(Look(canvas.INK, "D")), label="paper: mean member"))
     return handles
 
 
@@ -262,38 +206,35 @@ def _bar_legend(groups: Sequence[Bars]) -> list[Artist]:
 def _line_panel(host: Axes, every: Sequence[Series], pick: Pick, looks: Mapping[str, Look]) -> tuple[Axes, Axes]:
     counts = {point.members for series in every for point in (*series.points, *series.paper)}
     start, end = min(counts, default=0), max(counts, default=1)
-    ours = [value for series in every for point in series.points for value in around(pick(point))]
+    ours = [value for series in every for point in series.points for value in canvas.around(pick(point))]
     marks = _line_marks(every, pick, looks, aside=0.045 * (end - start + 1))
-    axes, lowest = open_axes(host, ours, marks)
+    axes, lowest = canvas.open_axes(host, ours, marks)
     if not ours and not marks:
         return axes, lowest
     for series in every:
         _line(axes, [(point.members, pick(point)) for point in series.points if pick(point)], looks[series.name])
     margin = max(0.5, 0.04 * (end - start))
     axes.set_xlim(start - margin, end + margin)
-    if end - start < 10:
-        axes.set_xticks(range(start, end + 1))
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
+    axes.set_xticks(range(start, end + 1))
     return axes, lowest
 
 
-def _line_marks(every: Sequence[Series], pick: Pick, looks: Mapping[str, Look], aside: float) -> list[Mark]:
+def _line_marks(every: Sequence[Series], pick: Pick, looks: Mapping[str, Look], aside: float) -> list[canvas.Mark]:
     """The paper's values; those of ensembles of one size stand side by side, where equal ones would hide each other."""
     marks = []
     known = [(point.members, y, series.name) for series in every for point in series.paper for y in pick(point)]
     for members in {members for members, _, _ in known}:
         same = [(y, looks[name]) for count, y, name in known if count == members]
-        marks += [Mark(members + (i - (len(same) - 1) / 2) * aside, y, look) for i, (y, look) in enumerate(same)]
+        marks += [canvas.Mark(members + (i - (len(same) - 1) / 2) * aside, y, look) for i, (y, look) in enumerate(same)]
     return marks
 
 
 def _line(axes: Axes, points: Sequence[tuple[int, list[float]]], look: Look) -> None:
     points = sorted(points)
     x = [members for members, _ in points]
-    mean = [spread(values)[0] for _, values in points]
-    deviation = [spread(values)[1] for _, values in points]
-    axes.plot(x, mean, **solid(look))
+    mean = [canvas.spread(values)[0] for _, values in points]
+    deviation = [canvas.spread(values)[1] for _, values in points]
+    axes.plot(x, mean, **canvas.solid(look))
     if len(points) == 1 and any(deviation):
         axes.errorbar(x, mean, deviation, color=look.colour, linewidth=0.9, capsize=2)
     elif any(deviation):
@@ -303,17 +244,17 @@ def _line(axes: Axes, points: Sequence[tuple[int, list[float]]], look: Look) -> 
 
 
 def _line_legend(series: Sequence[Series], looks: Mapping[str, Look]) -> list[Artist]:
-    handles: list[Artist] = [Line2D([], [], **solid(look), label=name) for name, look in looks.items()]
+    handles: list[Artist] = [Line2D([], [], **canvas.solid(look), label=name) for name, look in looks.items()]
     if label := _deviation_label([len(point.accuracy) for one in series for point in one.points]):
-        handles.append(Patch(facecolor=INK, alpha=0.18, label=label))
+        handles.append(Patch(facecolor=canvas.INK, alpha=0.18, label=label))
     if any(one.paper for one in series):
-        handles.append(Line2D([], [], **hollow(Look(INK, "o")), label="paper (hollow)"))
+        handles.append(Line2D([], [], **canvas.hollow(Look(canvas.INK, "o")), label="paper (hollow)"))
     return handles
 
 
 def _by_member(group: Bars) -> list[list[float]]:
     """Group accuracies by member: one value per seed."""
-    return [percent(values) for values in itertools.zip_longest(*group.members)]
+    return [canvas.percent(values) for values in itertools.zip_longest(*group.members)]
 
 
 def _deviation_label(seeds: Sequence[int]) -> str:

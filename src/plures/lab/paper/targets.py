@@ -12,19 +12,9 @@ from plures.lab.compare.rows import Finished, Row
 from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.methods import LOOKS
+from plures.lab.paper import published
 from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
-from plures.lab.paper.published import (
-    FROM_MIMO_PAPER,
-    MC_DROPOUT_NOTE,
-    MIMO_PAPER,
-    PAPER,
-    PAPER_FORM,
-    TABLE1,
-    TABLE3,
-    Published,
-    paper_data,
-    paper_members,
-)
+from plures.lab.paper.published import TABLE1, TABLE3, Published, paper_data
 from plures.lab.recipes import get_recipe
 from plures.lab.runs.open import open_run
 
@@ -48,7 +38,7 @@ CIFARS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu
 SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
 
 LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs where a deep ensemble has 200
-FORM = tuple(f"{name}={value}" for name, value in PAPER_FORM["orthogonal-dropout"].items())
+FORM = tuple(f"{name}={value}" for name, value in published.PAPER_FORM["orthogonal-dropout"].items())
 AS_PUBLISHED = Variant("orthogonal-dropout", FORM, label="orthogonal-dropout, as published")
 ABLATION = (
     Variant("mc-dropout"),
@@ -78,7 +68,7 @@ class Target:
     variants: Callable[[str], tuple[Variant, ...]]  # of a recipe
     columns: Callable[[Sequence[Row]], list[Column]] = columns
     paper: Mapping[str, Mapping[str, Published]] = field(default_factory=dict)  # where it is not table 1 or 2
-    notes: dict[str, str] = field(default_factory=lambda: {"paper": PAPER})
+    notes: dict[str, str] = field(default_factory=lambda: {"paper": published.PAPER})
 
     def comparisons(self, scale: Scale, seeds: int | None = None, only: Sequence[str] = ()) -> list[Comparison]:
         """List the runs that the target needs, one comparison per recipe; `only` leaves out the other recipes."""
@@ -142,6 +132,7 @@ def _methods_with_members(recipe: str) -> tuple[Variant, ...]:
     return tuple(one for one in _methods(recipe) if one.method not in ("deterministic", "mc-dropout"))
 
 
+TAKEN_OVER = f"of which {', '.join(sorted(published.FROM_MIMO_PAPER))}"
 TARGETS = {
     "table1": Target("all methods on four data sets", RESNETS, _methods, columns),
     "table2": Target(
@@ -149,7 +140,7 @@ TARGETS = {
         WIDE_RESNETS,
         _methods,
         columns,
-        notes={"paper": PAPER, f"of which {', '.join(sorted(FROM_MIMO_PAPER))}": MIMO_PAPER},
+        notes={"paper": published.PAPER, TAKEN_OVER: published.MIMO_PAPER},
     ),
     "table3": Target(
         "what each part contributes",
@@ -157,7 +148,7 @@ TARGETS = {
         lambda recipe: ABLATION,
         ablation_columns,
         TABLE3,
-        notes={"paper": PAPER, "mc-dropout": MC_DROPOUT_NOTE},
+        notes={"paper": published.PAPER, "mc-dropout": published.MC_DROPOUT_NOTE},
     ),
     "figure1": Target("the accuracy of each member", RESNETS, _methods_with_members),
     "figure2": Target("quality against the number of members", CIFARS, member_counts),
@@ -202,9 +193,9 @@ def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -
     known = {**TABLE1.get(data, {}), "deep-ensemble + FC": TABLE3.get(data, {}).get("deep-ensemble + FC")}
     series = []
     for name, found in points.items():
-        row_of_paper = known.get(name)
-        paper = () if row_of_paper is None else (Point.published(paper_members(name, wide=False), row_of_paper),)
-        series.append(Series(name, tuple(found), paper))
+        of_paper = known.get(name)
+        paper = [] if of_paper is None else [Point.published(published.paper_members(name, wide=False), of_paper)]
+        series.append(Series(name, tuple(found), tuple(paper)))
     return series
 
 

@@ -198,7 +198,7 @@ def added_members(detail: Detail, others: Sequence[Detail], accuracy: Range, nll
     drawing = Drawing(WIDTH, 176)
     last = detail.members
     for place, (title, limits) in enumerate([("accuracy", accuracy), ("NLL", nll)]):
-        ticks = percent_ticks(limits) if place == 0 else [(value, f"{value:g}") for value in _ticks_within(limits)]
+        ticks = plain_ticks(limits) if place else percent_ticks(limits)
         panel = Panel(drawing, 38 + 182 * place, 22, 134, 116, (1, last), limits)
         panel.axes(whole_ticks(1, last), ticks, title=title, x_title="members")
         for other in [*(one for one in others if one is not detail), detail]:
@@ -323,6 +323,11 @@ def percent_ticks(limits: Range) -> list[Tick]:
     values = _ticks_within(limits)
     digits = 0 if all(abs(100 * value - round(100 * value)) < 1e-6 for value in values) else 1
     return [(value, f"{100 * value:.{digits}f} %") for value in values]
+
+
+def plain_ticks(limits: Range) -> list[Tick]:
+    """Choose ticks of an axis of other numbers."""
+    return [(value, f"{value:g}") for value in _ticks_within(limits)]
 
 
 def _ticks_within(limits: Range) -> list[float]:

@@ -137,7 +137,7 @@ def _picture(test: Split, members: Tensor, targets: Tensor, number: int) -> Pict
     confidences, votes = answers.max(-1)
     confidence, label = answers.mean(0).max(-1)
     return Picture(
-        source=_data_address(_seen(test, number)),
+        source=_data_address(test.seen(slice(number, number + 1))[0]),
         number=number,
         truth=names[int(targets[number])],
         label=names[int(label)],
@@ -145,10 +145,6 @@ def _picture(test: Split, members: Tensor, targets: Tensor, number: int) -> Pict
         epistemic=float(metrics.uncertainty(answers[:, None]).epistemic),
         votes=tuple((names[vote], sure) for vote, sure in zip(votes.tolist(), confidences.tolist(), strict=True)),
     )
-
-
-def _seen(test: Split, number: int) -> npt.NDArray[np.uint8]:
-    return np.asarray(test.seen(slice(number, number + 1))[0])
 
 
 def _data_address(pixels: npt.NDArray[np.uint8]) -> str:

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from plures.lab.compare.rows import Row
 from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.trust import kept_trust
-from plures.lab.report.charts import WIDTH, Drawing, Panel, limits_of, nice_ticks, percent_ticks, whole_ticks
+from plures.lab.report import charts
 from plures.lab.report.gather import Detail
 from plures.lab.report.sections import Figure, Section
 from plures.lab.tables import percent
@@ -21,14 +21,9 @@ LINE = 15  # units from one line of a legend to the next
 def trust_sections(rows: Sequence[Row], details: Sequence[Detail]) -> list[Section]:
     """Draw the measurements of `plures compare --shift --ood DATA` for the first run of each row, if there are any."""
     every = [(detail, kept_trust(row.runs[0].path)) for row, detail in zip(rows, details, strict=True)]
-    made = []
-    if shifted := [(detail, found) for detail, found in every if "shift" in found]:
-        made.append(_shift(shifted))
-    if strange := [(detail, found) for detail, found in every if "ood" in found]:
-        made.append(_strangers(strange))
-    if silent := [(detail, found) for detail, found in every if "risk_coverage" in found]:
-        made.append(_risk(silent))
-    return made
+    drawers = {"shift": _shift, "ood": _strangers, "risk_coverage": _risk}
+    measured = {key: [(detail, found) for detail, found in every if key in found] for key in drawers}
+    return [drawers[key](pairs) for key, pairs in measured.items() if pairs]
 
 
 def _shift(measured: Measured) -> Section:
@@ -46,16 +41,13 @@ def _shift(measured: Measured) -> Section:
 
 
 def _severity(measured: Measured, says: str) -> Markup:
-    drawing = Drawing(WIDTH, 192 + LINE * len(measured))
+    drawing = charts.Drawing(charts.WIDTH, 192 + LINE * len(measured))
     for place, (key, title) in enumerate((("accuracy", "accuracy"), ("ece", "ECE"))):
         lines = [[found["home"][key], *(one[key] for one in found["shift"]["by_severity"])] for _, found in measured]
-        limits = limits_of([value for line in lines for value in line])
-        ticks = (
-            percent_ticks(limits) if key == "accuracy" else [(one, f"{one:g}") for one in nice_ticks(*limits, most=4)]
-        )
-        panel = Panel(drawing, 38 + 182 * place, 22, 134, 116, (0, 5), limits)
-        within = [(value, word) for value, word in ticks if limits[0] <= value <= limits[1]]
-        panel.axes(whole_ticks(0, 5), within, title=title, x_title="severity")
+        limits = charts.limits_of([value for line in lines for value in line])
+        ticks = charts.percent_ticks(limits) if key == "accuracy" else charts.plain_ticks(limits)
+        panel = charts.Panel(drawing, 38 + 182 * place, 22, 134, 116, (0, 5), limits)
+        panel.axes(charts.whole_ticks(0, 5), ticks, title=title, x_title="severity")
         for (detail, _), values in zip(measured, lines, strict=True):
             points = [(panel.px(severity), panel.py(value)) for severity, value in enumerate(values)]
             drawing.line(points, "curve", f"--look:{detail.colour}")
@@ -82,10 +74,10 @@ def _strangers(measured: Measured) -> Section:
 
 
 def _histogram(counts: Found, highest: float, says: str) -> Markup:
-    drawing = Drawing(WIDTH, 200)
+    drawing = charts.Drawing(charts.WIDTH, 200)
     most = counts["most"]
-    upper = Panel(drawing, 38, 18, WIDTH - 46, 74, (0, most), (0, highest))
-    lower = Panel(drawing, 38, 92, WIDTH - 46, 74, (0, most), (highest, 0))
+    upper = charts.Panel(drawing, 38, 18, charts.WIDTH - 46, 74, (0, most), (0, highest))
+    lower = charts.Panel(drawing, 38, 92, charts.WIDTH - 46, 74, (0, most), (highest, 0))
     sides = ((upper, "right", "known", "test images"), (lower, "wrong", "strange", counts["data"]))
     for panel, kind, key, word in sides:
         step = most / len(counts[key])
@@ -95,30 +87,25 @@ def _histogram(counts: Found, highest: float, says: str) -> Markup:
             drawing.rectangle(panel.px(step * place), top, panel.width / len(counts[key]) - 1, bottom - top, kind, tip)
         panel.level(0, "base")
         drawing.text(panel.left, panel.top - 8 if panel is upper else panel.bottom + 28, word, f"name-{kind}")
-    for value in (one for one in nice_ticks(0, most, most=4) if one <= most):
+    for value in (one for one in charts.nice_ticks(0, most, most=4) if one <= most):
         drawing.text(lower.px(value), lower.bottom + 14, f"{value:g}", "tick", "middle")
     return drawing.markup(says)
 
 
 def _risk(measured: Measured) -> Section:
-    halves = [
-        next(
-            risk
-            for share, risk in zip(*(found["risk_coverage"][key] for key in ("coverage", "risk")), strict=True)
-            if share >= 0.5
-        )
-        for _, found in measured
+    curves = [
+        (one, list(zip(*(found["risk_coverage"][key] for key in ("coverage", "risk")), strict=True)))
+        for one, found in measured
     ]
-    words = "; ".join(f"{one.name} {percent(half)}" for (one, _), half in zip(measured, halves, strict=True))
+    halves = [(one, next(risk for share, risk in curve if share >= 0.5)) for one, curve in curves]
+    words = "; ".join(f"{one.name} {percent(half)}" for one, half in halves)
     says = f"The error rate of the most confident half is: {words}."
-    drawing = Drawing(WIDTH, 202 + LINE * len(measured))
-    limits = limits_of([0.0, *(risk for _, found in measured for risk in found["risk_coverage"]["risk"])])
-    panel = Panel(drawing, 38, 12, WIDTH - 46, 136, (0, 1), limits)
-    ticks = [(value, word) for value, word in percent_ticks(limits) if limits[0] <= value <= limits[1]]
-    panel.axes([(0.0, "0"), (0.5, "50"), (1.0, "100")], ticks, x_title="images with a prediction, %")
-    for detail, found in measured:
-        pairs = zip(found["risk_coverage"]["coverage"], found["risk_coverage"]["risk"], strict=True)
-        drawing.line([(panel.px(share), panel.py(risk)) for share, risk in pairs], "curve", f"--look:{detail.colour}")
+    drawing = charts.Drawing(charts.WIDTH, 202 + LINE * len(measured))
+    limits = charts.limits_of([0.0, *(risk for _, curve in curves for _, risk in curve)])
+    panel = charts.Panel(drawing, 38, 12, charts.WIDTH - 46, 136, (0, 1), limits)
+    panel.axes(charts.EDGES, charts.percent_ticks(limits), x_title="images with a prediction, %")
+    for one, curve in curves:
+        drawing.line([(panel.px(share), panel.py(risk)) for share, risk in curve], "curve", f"--look:{one.colour}")
     _legend(drawing, measured, 200)
     return Section(
         "risk",
@@ -129,7 +116,7 @@ def _risk(measured: Measured) -> Section:
     )
 
 
-def _legend(drawing: Drawing, measured: Measured, top: float) -> None:
+def _legend(drawing: charts.Drawing, measured: Measured, top: float) -> None:
     for place, (detail, _) in enumerate(measured):
         drawing.circle(44, top + LINE * place - 4, 4, "dot", style=f"--look:{detail.colour}")
         drawing.text(54, top + LINE * place, detail.name)

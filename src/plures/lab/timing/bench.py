@@ -7,19 +7,12 @@ from pathlib import Path
 import torch
 
 from plures import files
+from plures.lab.timing import speed
 from plures.lab.timing.costs import MethodCost, method_costs
 from plures.lab.timing.machine import machine
 from plures.lab.timing.measure import RESNET18, TRANSFORMER, WIDE_RESNET, LeftOut, Ratio, Subject
 from plures.lab.timing.owned import owned_ratios
 from plures.lab.timing.size import file_ratios, memory_ratios
-from plures.lab.timing.speed import (
-    affordable_ratios,
-    bf16_ratio,
-    data_ratios,
-    mask_ratios,
-    prediction_ratios,
-    step_ratios,
-)
 from plures.lab.training.distributed import resolve
 
 
@@ -35,22 +28,22 @@ def precision_here() -> str:
 def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
     """Measure a ResNet18: with `quick` only ratios that have a target."""
     precision = precision_here()
-    yield from step_ratios(RESNET18, 64, precision, rounds=5)
-    yield from mask_ratios(rounds=7)
-    yield from data_ratios(rounds=9)
+    yield from speed.step_ratios(RESNET18, 64, precision, rounds=5)
+    yield from speed.mask_ratios(rounds=7)
+    yield from speed.data_ratios(rounds=9)
     yield from file_ratios(RESNET18, rounds=9)
     yield from memory_ratios(RESNET18, rounds=3)
-    yield from prediction_ratios(RESNET18, 128, "float32", rounds=5, engines_only=True)
+    yield from speed.prediction_ratios(RESNET18, 128, "float32", rounds=5, engines_only=True)
     yield from owned_ratios(rounds=9)
     if quick:
         return
-    yield from prediction_ratios(RESNET18, 1, "float32", rounds=5)
-    yield from prediction_ratios(RESNET18, 32, "float32", rounds=2)
+    yield from speed.prediction_ratios(RESNET18, 1, "float32", rounds=5)
+    yield from speed.prediction_ratios(RESNET18, 32, "float32", rounds=2)
     if precision == "bf16":
         for batch in (1, 32, 128):
-            yield from prediction_ratios(RESNET18, batch, "bf16", rounds=2)
+            yield from speed.prediction_ratios(RESNET18, batch, "bf16", rounds=2)
     else:
-        yield from bf16_ratio(RESNET18, rounds=3)
+        yield from speed.bf16_ratio(RESNET18, rounds=3)
 
 
 def all_large_ratios() -> Iterator[Ratio | LeftOut]:
@@ -66,11 +59,11 @@ def large_ratios(
 
     Predictions are in float32, and also in bf16 where the processor is made for it.
     """
-    yield from step_ratios(subject, 4, precision, rounds)
+    yield from speed.step_ratios(subject, 4, precision, rounds)
     yield from file_ratios(subject, rounds)
     yield from memory_ratios(subject, rounds=1, all_resident=False)
     for each in dict.fromkeys(("float32", precision)):
-        yield from affordable_ratios(subject, batches, each, rounds)
+        yield from speed.affordable_ratios(subject, batches, each, rounds)
 
 
 def costs() -> Iterator[MethodCost]:

@@ -60,23 +60,16 @@ class Estimate:
     bytes: int  # of the finished ensemble
 
 
-def kept_estimate(
-    recipe: Recipe, method: str = "orthogonal-dropout", settings: Sequence[str] = (), *, cache: Path | None = None
-) -> Estimate | None:
+def kept_estimate(recipe: Recipe, method: str = "orthogonal-dropout", settings: Sequence[str] = ()) -> Estimate | None:
     """Give the estimate that was made on this machine before, if there is one."""
-    found = _read(_file(cache)).get(_key(recipe, method, settings))
+    found = _read(_file()).get(_key(recipe, method, settings))
     if found is None or misfit(found, {"epochs": int, "seconds": float, "bytes": int}):  # none, or broken: measure
         return None
     return Estimate(found["epochs"], found["seconds"], found["bytes"])
 
 
 def estimate(
-    recipe: Recipe,
-    method: str = "orthogonal-dropout",
-    settings: Sequence[str] = (),
-    *,
-    cache: Path | None = None,
-    again: bool = False,
+    recipe: Recipe, method: str = "orthogonal-dropout", settings: Sequence[str] = (), *, again: bool = False
 ) -> Estimate | None:
     """Estimate what a run takes here; None where the data is not known by name.
 
@@ -88,11 +81,11 @@ def estimate(
     """
     if recipe.data not in SHAPES:
         return None
-    known = None if again else kept_estimate(recipe, method, settings, cache=cache)
+    known = None if again else kept_estimate(recipe, method, settings)
     if known is not None:
         return known
     found = _measure(recipe, method, settings, SHAPES[recipe.data])
-    path = _file(cache)
+    path = _file()
     with contextlib.suppress(PluresError, OSError):  # a folder that cannot be written to: measure again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _read(path) | {_key(recipe, method, settings): asdict(found)}
@@ -137,9 +130,9 @@ def seconds_per_step(stage: Any, recipe: Recipe, channels: int, size: int) -> fl
         return full if full > PATIENCE else best(recipe.batch_size, ROUNDS)
 
 
-def _file(cache: Path | None) -> Path:
+def _file() -> Path:
     # As `plures.lab.data.cache.cache_folder` has it, which needs torch.
-    given = cache or os.environ.get("PLURES_CACHE") or platformdirs.user_cache_path("plures", appauthor=False)
+    given = os.environ.get("PLURES_CACHE") or platformdirs.user_cache_path("plures", appauthor=False)
     return Path(given).expanduser() / "estimates.json"
 
 

@@ -11,24 +11,14 @@ from torch.nn import functional as F
 
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.models import resnet8
-from plures.lab.timing.measure import (
-    Action,
-    LeftOut,
-    Ratio,
-    Subject,
-    finished,
-    first_step,
-    images,
-    prediction,
-    race,
-    timed,
-    training_step,
-)
+from plures.lab.timing import measure
+from plures.lab.timing.measure import Action, LeftOut, Ratio, Subject
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 
-FEW_SECONDS = 5.0  # a pass of k plain networks that takes longer is compared with the engines alone, and once
+MEMBERS = 5
+FEW_SECONDS = 5.0  # a pass of as many plain networks that takes longer is compared with the engines alone, and once
 LONGEST_PASS = 10.0  # one that takes longer is left out
 
 
@@ -41,10 +31,10 @@ def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> It
     rivals = {}
     # The first stage is committed, untrained, when the second is asked for.
     for name, stage in zip(("masked training", "prune"), OrthogonalDropout(network, 5).stages(), strict=False):
-        rivals[f"{name} step / plain step"] = training_step(stage, *images(batch), precision)
+        rivals[f"{name} step / plain step"] = measure.training_step(stage, *measure.images(batch), precision)
     bars = dict(zip(rivals, (1.05, 1.20), strict=True)) if batch == 64 else {}  # a small batch pays the same for masks
-    plain = first_step(Deterministic(network), batch, precision)
-    yield from race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
+    plain = measure.first_step(Deterministic(network), batch, precision)
+    yield from measure.race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
 
 
 class TextbookTopK(nn.Module):
@@ -81,7 +71,7 @@ def mask_ratios(rounds: int) -> Iterator[Ratio]:
 
     ours, textbook = map(there_and_back, masks)
     name = "our mask / full sort of the textbook"
-    yield from race("2.4 M scores, forward and backward", textbook, {name: ours}, rounds, {name: 0.1})
+    yield from measure.race("2.4 M scores, forward and backward", textbook, {name: ours}, rounds, {name: 0.1})
 
 
 def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
@@ -108,68 +98,61 @@ def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
     name = "training from the data pipeline / on one ready batch"
     setting = f"digits, ResNet8, batch 64, {steps} steps"
     rivals: dict[str, Action] = {name: lambda: train(pipeline())}
-    yield from race(setting, lambda: train(iter([ready] * steps)), rivals, rounds, {name: 1.10})
+    yield from measure.race(setting, lambda: train(iter([ready] * steps)), rivals, rounds, {name: 1.10})
 
 
 # Prediction
 
 
 def prediction_ratios(
-    subject: Subject,
-    batch: int,
-    precision: str,
-    rounds: int,
-    *,
-    members: int = 5,
-    engines_only: bool = False,
+    subject: Subject, batch: int, precision: str, rounds: int, *, engines_only: bool = False
 ) -> Iterator[Ratio]:
-    """Compare the engines, the ensemble's own forward and vmap with k plain networks run one after the other.
+    """Compare the engines, the ensemble's own forward and vmap with five plain networks run one after the other.
 
     With `engines_only` the two engines alone, without a run to warm up: for passes of some seconds.
     """
-    ensemble = finished(subject.make(), members)
-    networks = [ensemble.checkout(member) for member in range(members)]
-    inputs, _ = images(batch)
+    ensemble = measure.finished(subject.make(), MEMBERS)
+    networks = [ensemble.checkout(member) for member in range(MEMBERS)]
+    inputs, _ = measure.images(batch)
     unfolded, lean = ensemble.engine("unfolded"), ensemble.engine("lean")
     rivals: dict[str, Callable[[Tensor], Any]] = {"unfolded prediction": unfolded, "lean prediction": lean}
     if not engines_only:
         rivals |= {"the ensemble's own forward": ensemble, "vmap over stacked members": stacked(networks)}
     setting = f"{subject.name}, batch {batch}, {precision}"
     bars = {"unfolded prediction": 0.95, "lean prediction": 1.10} if batch == 128 else {}
-    suffix = f" / {members} plain networks"
-    named = {name + suffix: prediction(rival, inputs, precision) for name, rival in rivals.items()}
+    suffix = f" / {MEMBERS} plain networks"
+    named = {name + suffix: measure.prediction(rival, inputs, precision) for name, rival in rivals.items()}
     bars = {name + suffix: bar for name, bar in bars.items()}
-    plain = prediction(lambda x: [network(x) for network in networks], inputs, precision)
-    yield from race(setting, plain, named, rounds, bars, warm_up=not engines_only)
+    plain = measure.prediction(lambda x: [network(x) for network in networks], inputs, precision)
+    yield from measure.race(setting, plain, named, rounds, bars, warm_up=not engines_only)
 
 
-def affordable_ratios(
-    subject: Subject, sizes: Sequence[int], precision: str, rounds: int, *, members: int = 5
-) -> Iterator[Ratio | LeftOut]:
+def affordable_ratios(subject: Subject, sizes: Sequence[int], precision: str, rounds: int) -> Iterator[Ratio | LeftOut]:
     """Compare predictions at each of the batch sizes that a large network gets through in reasonable time.
 
-    What a pass of k plain networks will take is computed from one image. Up to 32 images it may take ten seconds,
+    What a pass of five plain networks will take is computed from one image. Up to 32 images it may take ten seconds,
     above that a few.
     """
-    one_image = prediction(subject.make().eval(), images(1)[0], precision)
-    per_image = members * min(timed([one_image], rounds=3)[0])
+    one_image = measure.prediction(subject.make().eval(), measure.images(1)[0], precision)
+    per_image = MEMBERS * min(measure.timed([one_image], rounds=3)[0])
     for batch in sizes:
         expected = per_image * batch
         longest = LONGEST_PASS if batch <= 32 else FEW_SECONDS
         if expected > longest:
-            why = f"a pass of {members} plain networks would take {expected:.0f} s, more than {longest:.0f} s"
-            yield LeftOut(f"prediction / {members} plain networks", f"{subject.name}, batch {batch}, {precision}", why)
+            why = f"a pass of {MEMBERS} plain networks would take {expected:.0f} s, more than {longest:.0f} s"
+            yield LeftOut(f"prediction / {MEMBERS} plain networks", f"{subject.name}, batch {batch}, {precision}", why)
             continue
         slow = expected > FEW_SECONDS
         passes = 1 if slow else rounds
-        yield from prediction_ratios(subject, batch, precision, passes, members=members, engines_only=slow)
+        yield from prediction_ratios(subject, batch, precision, passes, engines_only=slow)
 
 
 def bf16_ratio(subject: Subject, rounds: int) -> Iterator[Ratio]:
     """Compare prediction of the plain network in bf16 with float32, one image."""
     network = subject.make().eval()
-    float32, bf16 = (prediction(network, images(1)[0], precision) for precision in ("float32", "bf16"))
-    yield from race(f"{subject.name}, batch 1", float32, {"plain prediction in bf16 / in float32": bf16}, rounds)
+    float32, bf16 = (measure.prediction(network, measure.images(1)[0], precision) for precision in ("float32", "bf16"))
+    rivals = {"plain prediction in bf16 / in float32": bf16}
+    yield from measure.race(f"{subject.name}, batch 1", float32, rivals, rounds)
 
 
 def stacked(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:

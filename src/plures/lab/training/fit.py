@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,24 +103,16 @@ def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> Non
             refill(ensemble, copied)
 
 
+@dataclass(frozen=True)
 class _Run:
     """Go through the open stages and keep the folder, if there is one, up to date."""
 
-    def __init__(
-        self,
-        ensemble: Ensemble,
-        data: Data,
-        recipe: Recipe,
-        folder: RunFolder | None,
-        processes: Processes,
-        display: Display,
-    ) -> None:
-        self.ensemble = ensemble
-        self.data = data
-        self.recipe = recipe
-        self.folder = folder
-        self.processes = processes
-        self.display = display
+    ensemble: Ensemble
+    data: Data
+    recipe: Recipe
+    folder: RunFolder | None
+    processes: Processes
+    display: Display
 
     def train(self) -> None:
         state = self._saved_state()

@@ -15,32 +15,14 @@ from plures.checks import one_of
 from plures.ensemble import Ensemble, Stage, Step, Stored, due, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
+from plures.methods.orthogonal_dropout import file, phases
 from plures.methods.orthogonal_dropout.distilling import Distilled, check_share, opinion
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, faster_than_unfolded, owned_bytes
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
-from plures.methods.orthogonal_dropout.file import (
-    check_stored,
-    draft_from,
-    expected_bytes,
-    from_tensors,
-    moments_from,
-    role_lines,
-    to_tensors,
-    warn_if_large,
-)
 from plures.methods.orthogonal_dropout.masks import put_on, unmasked
 from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled, warn_if_thin
-from plures.methods.orthogonal_dropout.phases import (
-    Finetune,
-    Phase,
-    Pretrain,
-    Progress,
-    Prune,
-    Train,
-    refuse_other_start,
-)
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
 from plures.native.library import why_unavailable
 from plures.seeding import check_seed
@@ -109,7 +91,7 @@ class OrthogonalDropout(Ensemble):
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
         self.network = _copied(network)
         self.draft: nn.Module | None = None  # the member in training, between two of its stages
-        self.progress = Progress(members)
+        self.progress = phases.Progress(members)
         self.moments: Moments = moments(network)
         self.loaded: list[int] | None = None  # set where only some members were read from a file
         self._places = places(network)
@@ -118,7 +100,7 @@ class OrthogonalDropout(Ensemble):
             self.partition.randomise(seed)
         self.partition.to(next(iter(split.values())).device)
         self.eval()
-        warn_if_large(self.split, self.split_from, self.plain_bytes)
+        file.warn_if_large(self.split, self.split_from, self.plain_bytes)
         if init == "given":
             warn_if_thin(self.partition)
 
@@ -157,15 +139,14 @@ class OrthogonalDropout(Ensemble):
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Name the phases of a member: the first may start from given weights, the last takes what is left."""
         if not self.optimize_masks:
-            return [Train.name]
+            return [phases.Train.name]
         given_whole = self.init == "given" and not claimed_by_others and not any(self.progress.attempts)
         takes_the_rest = len(claimed_by_others) == self.members - 1
-        skipped = {Pretrain.name: given_whole, Prune.name: takes_the_rest, Finetune.name: False}
+        skipped = {phases.Pretrain.name: given_whole, phases.Prune.name: takes_the_rest, phases.Finetune.name: False}
         return [phase for phase, skip in skipped.items() if not skip]
 
-    def _phase(self, name: str) -> Phase:
-        phases: tuple[Phase, ...] = (Pretrain(), Prune(self.literal_gradient), Finetune(), Train())
-        return next(phase for phase in phases if phase.name == name)
+    def _phase(self, name: str) -> phases.Phase:
+        return phases.Prune(self.literal_gradient) if name == phases.Prune.name else phases.PHASES[name]()
 
     def _start(self, member: int) -> nn.Module:
         network = copy.deepcopy(self.network)
@@ -179,7 +160,7 @@ class OrthogonalDropout(Ensemble):
             raise self._out_of_date(stage.step)
         member, phase = self._number(stage.member), self._phase(stage.phase)
         values = unmasked(stage.network)
-        refuse_other_start(stage, phase, self.split, values)
+        phases.refuse_other_start(stage, phase, self.split, values)
         phase.claim(stage.network, self.partition, member)
         if phase.completes:
             self.split.write(member, values)
@@ -328,12 +309,12 @@ class OrthogonalDropout(Ensemble):
         """Give the tensors that a file holds: owners packed, weights by member."""
         if self.loaded is not None:
             raise PluresError(f"only members {self.loaded} were loaded: load the whole file to save it again")
-        return to_tensors(self.split, self.draft, dtype)
+        return file.to_tensors(self.split, self.draft, dtype)
 
     @classmethod
     def check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
-        check_stored(network, check_roles(network, stored.options["roles"]), stored.options["members"], stored)
+        file.check_stored(network, check_roles(network, stored.options["roles"]), stored.options["members"], stored)
 
     @classmethod
     def restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
@@ -353,17 +334,18 @@ class OrthogonalDropout(Ensemble):
     def fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file, all or those of some members."""
         self.progress.take(stored.state)
-        self.moments = moments_from(stored.state["moments"], self.roles)
+        self.moments = file.moments_from(stored.state["moments"], self.roles)
         if stored.members is not None:
             self.loaded = sorted({self._ready(member) for member in stored.members})
-        from_tensors(self.split, stored, range(self.members) if self.loaded is None else self.loaded)
+        file.from_tensors(self.split, stored, range(self.members) if self.loaded is None else self.loaded)
         resumes = self.loaded is None and self.progress.in_training is not None
-        self.draft = draft_from(self.split, stored) if resumes else None
+        self.draft = file.draft_from(self.split, stored) if resumes else None
         self._ticket = object()
 
     def size_lines(self) -> list[str]:
         """Say how large the ensemble is, by role."""
-        return [*role_lines(self.split), file_line(sum(expected_bytes(self.split).values()), self.plain_bytes)]
+        stored = sum(file.expected_bytes(self.split).values())
+        return [*file.role_lines(self.split), file_line(stored, self.plain_bytes)]
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
