@@ -501,6 +501,8 @@ def test_shift_and_unfamiliar_data(colour_run: Path, capsys: pytest.CaptureFixtu
     assert main(words) == 0
     table = capsys.readouterr().out
     assert all(word in table for word in ("calibrated NLL", "under shift", "separating digits", "AUROC"))
+    shift = table.partition("accuracy in % under shift")[2].partition("separating")[0]
+    assert max(map(len, shift.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", ["birds/train.parquet", "birds/data/train-00000-of-00001.parquet", "birds.parquet"])

@@ -131,13 +131,13 @@ def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     def line(name: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
         groups = [[one["accuracy"] for one in found if one["severity"] == severity] for severity in severities]
         nll, ece = (fmean(one[key] for one in found) for key in ("nll", "ece"))
-        return [name, *(percent(fmean(group)) for group in groups), figure(nll), figure(ece, 4)]
+        return [name, *(figure(100 * fmean(group), 1) for group in groups), figure(nll), figure(ece, 4)]
 
     kinds = dict.fromkeys(row["corruption"] for row in rows)
     lines = [line(kind, [row for row in rows if row["corruption"] == kind]) for kind in kinds]
     columns = ["corruption", *map(str, severities), "NLL", "ECE"]
     ends = f"{severities[0]} to {severities[-1]}"
-    title = f"accuracy under shift, at severity {ends}, on {rows[0]['images']:,} test images"
+    title = f"accuracy in % under shift, at severity {ends}, on {rows[0]['images']:,} test images"
     return table(title, columns, [*lines, line("all", rows)], words=["corruption"])
 
 

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.answers import Prediction
 from plures.calling import Arguments
 from plures.errors import PluresError
+from plures.methods.orthogonal_dropout.engines.tracing import trace
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.prediction import Predictor
@@ -103,7 +104,7 @@ def foldable(split: Split) -> dict[str, str]:
     """
     network = shell(split.network)  # a copy, because tracing may leave its marks
     try:
-        nodes = list(fx.Tracer().trace(network).nodes)
+        nodes = list(trace(network).nodes)
     except Exception:  # tracing runs the network's own code, which may raise anything
         return {}
     modules = dict(network.named_modules())

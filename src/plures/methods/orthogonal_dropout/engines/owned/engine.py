@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
@@ -12,6 +12,7 @@ from plures.methods.orthogonal_dropout.engines.engine import Engine, fold_norms,
 from plures.methods.orthogonal_dropout.engines.owned.graph import Rewriter
 from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
 from plures.methods.orthogonal_dropout.engines.owned.tree import Tree
+from plures.methods.orthogonal_dropout.engines.tracing import trace
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.native.library import load
@@ -62,7 +63,7 @@ class Owned(Engine):
         pairs = foldable(split) if fold else {}
         parts = Parts(split, [fold_norms(split, member, pairs) for member in self.members])
         try:
-            traced = fx.Tracer().trace(shell(network))
+            traced = trace(shell(network))
         except Exception:  # tracing runs the network's own code, which may raise anything
             tree = Tree(network, parts)
             self.network, self.one_by_one = tree, tree.one_by_one
@@ -139,7 +140,7 @@ def faster_than_unfolded(split: Split) -> bool:
     """
     try:
         refuse_if_impossible(split)
-        fx.Tracer().trace(shell(split.network))
+        trace(shell(split.network))
     except Exception:  # whatever the network's own code raises
         return False
     members, owners = len(split.trained), split.owners()

@@ -1,0 +1,52 @@
+"""Tracing by torch.fx, which changes how modules are called in all threads for as long as it takes."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+
+class _OfThisThread(fx.Tracer):
+    """Trace what this thread calls; the modules that other threads call meanwhile run as always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
+class _Turn:
+    """One trace at a time: each puts back what it found, which must not be the change of another."""
+
+    def __init__(self) -> None:
+        self.renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.renew)  # the thread that held it is not in the child
+
+    def renew(self) -> None:
+        self.lock = threading.Lock()
+
+
+_turn = _Turn()
+
+
+def trace(network: nn.Module) -> fx.Graph:
+    """Trace a network while others predict.
+
+    nodes = list(trace(network).nodes)
+    """
+    with _turn.lock:
+        return _OfThisThread().trace(network)
