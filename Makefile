@@ -36,7 +36,7 @@ memcheck:  ## the native kernels under AddressSanitizer, over random layers
 	        && build/memcheck || exit 1; \
 	done
 
-bench: $(READY)  ## ratios measured side by side in one run: eleven minutes on two idle cores
+bench: $(READY)  ## ratios measured side by side in one run: a quarter of an hour on two idle cores
 	$(BIN)/plures bench --full --out benchmarks
 	$(BIN)/python docs/make/benchmark.py
 

@@ -219,7 +219,7 @@ def ask(pipe: Connection, question: Any) -> Any:
 def insult(clients: list[Client], good: list[Request], bad: int, process: psutil.Process) -> float:
     """Mix bad requests with good ones, and return how much memory they left behind."""
     strangers = [request(*one) for one in bad_requests(png(pictures()[0]))]
-    each = max(1, bad // len(clients))
+    each = -(-bad // len(clients))
 
     def mixed(count: int) -> float:
         def work(client: Client) -> None:

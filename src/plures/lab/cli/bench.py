@@ -18,7 +18,7 @@ class Bench:
     Examples:
       plures bench                    eight minutes on two cores
       plures bench --quick            only ratios that have a target
-      plures bench --full             also large networks: eleven minutes
+      plures bench --full             also large networks: 15 minutes
       plures bench --out benchmarks   also write results.json and results.md
 
     How it is measured:
