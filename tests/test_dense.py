@@ -233,3 +233,25 @@ def test_an_axis_that_is_not_there_gets_one_sentence() -> None:
     stage = next(iter(plures.Deterministic(painter(), loss=plures.CrossEntropy(class_axis=4)).stages()))
     with pytest.raises(PluresError, match="has no axis 4: name another class_axis"):
         stage(*pictures(2, 0))
+
+
+class Tagger(nn.Module):
+    """Features [batch, 8, moments] in, [batch, moments, classes] out; a rehearsal can run its convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(8, 16, 1)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.convolution(x).transpose(1, 2))
+
+
+def test_a_network_that_is_tried_out_loads_with_its_classes_last(tmp_path: Path) -> None:
+    """The constructor of MIMO runs the network once, and must know by then where the stored classes are."""
+    features, targets = signals(6, 0)
+    features = features.transpose(1, 2).contiguous()
+    ensemble = train(plures.MIMO(Tagger(), members=2, loss=LAST), (features, targets), steps=1)
+    plures.save(ensemble, tmp_path / "tagger.safetensors")
+    loaded = plures.load(tmp_path / "tagger.safetensors", Tagger)
+    assert loaded(features).equal(ensemble(features))

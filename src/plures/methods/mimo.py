@@ -1,8 +1,9 @@
 """MIMO: one network that takes several images at once and has one head for each (Havasi et al., 2021)."""
 
 import copy
+import dataclasses
 import math
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from plures.calling import Arguments, arguments, logits_of
 from plures.checks import whole_number
 from plures.ensemble import Stage, Step, Stored, check_classes
 from plures.errors import PluresError
-from plures.losses import Loss, class_axis
+from plures.losses import CrossEntropy, Loss, class_axis
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne
 from plures.tensors import Layer, canonical, layers, moments, restart
@@ -77,21 +78,33 @@ class MIMO(ManyInOne):
         outputs, *others = layers(network)[last].weight.shape
         stored.check(building.inside(last, "weight"), [outputs * members, *others])
 
+    @classmethod
+    def restore(cls, network: nn.Module, stored: Stored) -> Self:
+        """Build an ensemble whose classes are on the stored axis: the constructor tries the network out."""
+        if (axis := _stored_axis(stored)) != 1:
+            stored = dataclasses.replace(stored, options={**stored.options, "loss": CrossEntropy(axis)})
+        return super().restore(network, stored)
+
     def state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors: also, where the classes are."""
         return super().state() | {"class_axis": cast(_Slots, self.network).axis}
 
     def fill(self, stored: Stored) -> None:
         """Take over tensors, progress and the axis of the classes from a file."""
-        axis = stored.state.get("class_axis", 1)  # files of the first versions say nothing of it
-        if not isinstance(axis, int) or isinstance(axis, bool):
-            raise PluresError(f"the axis of the classes is stored as {axis!r}; expected a whole number")
+        axis = _stored_axis(stored)
         super().fill(stored)
         cast(_Slots, self.network).axis = axis
 
     def stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
+
+
+def _stored_axis(stored: Stored) -> int:
+    axis = stored.state.get("class_axis", 1)  # files of the first versions say nothing of it
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise PluresError(f"the axis of the classes is stored as {axis!r}; expected a whole number")
+    return axis
 
 
 class _Slots(nn.Module):

@@ -66,7 +66,7 @@ def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.M
     if shown == list(arguments):
         return read(arguments)
     try:  # tyro repeats wrong words as they are: control characters must not reach the terminal
-        with redirect_stderr(StringIO()):
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             return read(arguments)
     except SystemExit:
         read(shown)
@@ -87,6 +87,11 @@ class _Help(StringIO):
             whole = re.sub(r"\[[^]]*\]", lambda option: option[0].replace(" ", "\N{NO-BREAK SPACE}"), plain)
             first = textwrap.fill(whole, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
         return self._stream.write(first.replace("\N{NO-BREAK SPACE}", " ") + end + rest)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Tell tyro what can be written: without an encoding it draws no boxes."""
+        return self._stream.encoding or "utf-8"
 
     def flush(self) -> None:
         self._stream.flush()

@@ -58,6 +58,8 @@ def kept_trust(folder: Path) -> Trust:
     found = {name: value for name, value in read_object(path, SHAPE, advice).items() if value is not None}
     if not _makes_sense(found):
         raise PluresError(f"{path} is damaged or was written by another program, its figures do not fit: {advice}")
+    if not _is_current(found.get("shift")):
+        found.pop("shift", None)
     return found
 
 

@@ -13,17 +13,17 @@ class _OfThisThread(fx.Tracer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread = threading.get_ident()
+        self.thread: int | None = threading.get_ident()
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -37,7 +37,7 @@ class _Turn:
             os.register_at_fork(after_in_child=self.renew)  # the thread that held it is not in the child
 
     def renew(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a network may make an engine of another one while it is traced
 
 
 _turn = _Turn()
@@ -49,4 +49,8 @@ def trace(network: nn.Module) -> fx.Graph:
     nodes = list(trace(network).nodes)
     """
     with _turn.lock:
-        return _OfThisThread().trace(network)
+        tracer = _OfThisThread()
+        try:
+            return tracer.trace(network)
+        finally:
+            tracer.thread = None  # a trace of somebody else may leave our changes behind: they pass everything by

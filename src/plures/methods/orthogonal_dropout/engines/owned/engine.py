@@ -18,7 +18,7 @@ from plures.methods.orthogonal_dropout.partition import Split
 from plures.native.library import load
 from plures.tensors import own_tensors, shell
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("plures")
 
 AT_ONCE = 80  # samples times members whose activations stay near
 
