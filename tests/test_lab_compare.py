@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from plures.errors import PluresError
-from plures.lab import tables
+from plures.lab import terminal
 from plures.lab.cli.main import main
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
@@ -180,7 +180,7 @@ def test_a_table_breaks_no_number_however_narrow_the_terminal(
 ) -> None:
     comparison, runs = finished
     (rows,) = compare([comparison], runs)
-    monkeypatch.setattr(tables, "WIDE", width)
+    monkeypatch.setattr(terminal, "WIDE", width)
     write.show("digits", rows, columns(rows))
     lines = capsys.readouterr().out.splitlines()
     _, _, told = " ".join(" ".join(lines).split()).partition("not shown: ")

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from plures import PluresError
-from plures.lab.methods import METHOD_NAMES
+from plures.lab.method_names import METHOD_NAMES
 from plures.lab.paper import canvas
 from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
 from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, TABLE1, TABLE2, TABLE3, Published

@@ -23,7 +23,7 @@ from plures.lab.cli.train import Train
 from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
-from plures.lab.methods import LOOKS, METHOD_NAMES, looks_of, method_class, takes
+from plures.lab.method_names import LOOKS, METHOD_NAMES, looks_of, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report.gather import Answers, Detail, gather, with_accuracy
 from plures.lab.report.page import AT_ONCE, render, summary, write_report

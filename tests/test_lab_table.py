@@ -17,7 +17,7 @@ import plures
 from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.data import open_data
-from plures.lab.data.table import share_out
+from plures.lab.data.numbers import share_out
 from plures.lab.runs.open import open_run
 from short import pool_here
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from plures.lab.methods import kebab
+from plures.lab.method_names import kebab
 from plures.lab.models import resnet8
 from plures.lab.recipes import get_recipe
 from plures.lab.timing import bench, costs, estimates, owned, size, speed

@@ -16,7 +16,7 @@ from typing import Any
 import trust_sentences as say
 from plures.lab.compare.rows import Finished, Row, rows_of
 from plures.lab.evaluation.trust import measured_trust
-from plures.lab.methods import place_of
+from plures.lab.method_names import place_of
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.machine import machine

@@ -12,7 +12,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from plures.lab.methods import Look, looks_of
+from plures.lab.method_names import Look, looks_of
 from plures.lab.paper.canvas import INK, RULES, WIDTH
 
 Found = Mapping[str, Mapping[str, Any]]

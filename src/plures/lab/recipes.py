@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.methods import facts
+from plures.lab.method_names import facts
 
 LARGEST = 1 << 16  # pixels or channels: more is a slip of the pen
 

@@ -24,7 +24,7 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import TableInfo
 from plures.lab.evaluation.evaluate import predictions
-from plures.lab.methods import is_code
+from plures.lab.method_names import is_code
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, open_run
 from plures.losses import is_for_numbers

@@ -44,7 +44,7 @@ class Evaluate:
 
     def __call__(self) -> int:
         """Measure, and show the result."""
-        from plures.lab import tables
+        from plures.lab import terminal
         from plures.lab.data import open_data
         from plures.lab.evaluation.evaluate import evaluate, evaluate_ood, evaluate_shift
         from plures.lab.runs.open import open_run
@@ -62,9 +62,9 @@ class Evaluate:
         if self.json:
             print_json(found)
             return 0
-        tables.show(tables.scores_table(f"{run.method} on {data.info.name}", found["test"]))
+        terminal.show(terminal.scores_table(f"{run.method} on {data.info.name}", found["test"]))
         if self.shift:
-            tables.show(tables.shift_table(found["shift"]))
+            terminal.show(terminal.shift_table(found["shift"]))
         if unfamiliar:
-            tables.show(tables.ood_table(**found["ood"]))
+            terminal.show(terminal.ood_table(**found["ood"]))
         return 0

@@ -54,7 +54,7 @@ class Predict:
 
     def __call__(self) -> int:
         """Predict, and show the votes of the members."""
-        from plures.lab import tables
+        from plures.lab import terminal
         from plures.lab.evaluation.evaluate import engine_of, fastest
         from plures.lab.evaluation.predict import Answer, Failure, Wanted, predict_files
         from plures.lab.runs.open import open_run
@@ -74,5 +74,5 @@ class Predict:
             found = {"predictions": [asdict(one) for one in answers], "failed": [asdict(one) for one in failures]}
             print_json(found | {"engine": engine})
         elif answers:
-            tables.show(tables.answers_table(answers), *([] if engine is None else [f"engine: {engine}"]))
+            terminal.show(terminal.answers_table(answers), *([] if engine is None else [f"engine: {engine}"]))
         return 2 if failures else 0

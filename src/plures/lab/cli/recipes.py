@@ -31,7 +31,7 @@ class Recipes:
 
     def __call__(self) -> int:
         """List; with --measure, measure first."""
-        from plures.lab import tables
+        from plures.lab import terminal
         from plures.lab.timing.estimates import estimate, kept_estimate
 
         seconds: dict[str, float | None] = {}
@@ -43,5 +43,5 @@ class Recipes:
         if self.json:
             print_json({name: one.as_json() | {"seconds": seconds[name]} for name, one in RECIPES.items()})
         else:
-            tables.show(*tables.recipes_list(RECIPES, seconds))
+            terminal.show(*terminal.recipes_list(RECIPES, seconds))
         return 0

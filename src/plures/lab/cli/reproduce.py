@@ -76,7 +76,7 @@ class Reproduce:
         return self._plan(comparisons) if self.dry_run else self._make(comparisons)
 
     def _plan(self, comparisons: "Sequence[Comparison]") -> int:
-        from plures.lab import tables
+        from plures.lab import terminal
         from plures.lab.compare.compare import planned
         from plures.lab.compare.pool import default_jobs
         from plures.lab.compare.table import plan_table
@@ -89,7 +89,7 @@ class Reproduce:
         if self.json:
             print_json({"target": self.target, "scale": self.scale, "plan": [asdict(line) for line in lines]})
         else:
-            tables.show(plan_table(f"{self.target} at the scale {self.scale}", lines, at_once))
+            terminal.show(plan_table(f"{self.target} at the scale {self.scale}", lines, at_once))
         return 0
 
     def _make(self, comparisons: "Sequence[Comparison]") -> int:

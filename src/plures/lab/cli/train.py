@@ -8,7 +8,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from plures.errors import PluresError
 from plures.lab.cli.shared import DataDir, Given, Settings, Switch, print_json
-from plures.lab.methods import METHOD_NAMES, short_name
+from plures.lab.method_names import METHOD_NAMES, short_name
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Train:
 
     def __call__(self) -> int:
         """Train, and show the result."""
-        from plures.lab import tables
-        from plures.lab.methods import method_class, takes
+        from plures.lab import terminal
+        from plures.lab.method_names import method_class, takes
         from plures.lab.training.fit import train
         from plures.lab.training.progress import duration
 
@@ -89,6 +89,6 @@ class Train:
         if found and self.json:
             print_json({"run": str(run), "test": found})
         elif found:
-            tables.show(tables.scores_table(f"{self.method} on {recipe.data}", found))
-            tables.show(f"in {run}, trained in {duration(found['seconds'])}, {found['bytes']:,} bytes")
+            terminal.show(terminal.scores_table(f"{self.method} on {recipe.data}", found))
+            terminal.show(f"in {run}, trained in {duration(found['seconds'])}, {found['bytes']:,} bytes")
         return 0

@@ -14,7 +14,7 @@ from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_don
 from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, Row, make_rows, with_costs, with_trust
 from plures.lab.data import Data
-from plures.lab.methods import method_class
+from plures.lab.method_names import method_class
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder, other_settings
 from plures.lab.runs.open import data_for, ensemble_for, network_for

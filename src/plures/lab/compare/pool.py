@@ -22,7 +22,7 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.progress import Watch
 from plures.lab.compare.worker import DONE, OUTPUT, Reason, describe, on_ray
-from plures.lab.methods import is_code
+from plures.lab.method_names import is_code
 from plures.lab.runs.folder import RunFolder
 
 TICK = 1.0  # seconds between looks at the progress

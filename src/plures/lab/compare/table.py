@@ -16,7 +16,7 @@ from rich.text import Text
 
 from plures import files
 from plures.errors import PluresError, visible
-from plures.lab import tables
+from plures.lab import terminal
 from plures.lab.compare.compare import Planned
 from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.paper.published import Published
@@ -125,7 +125,7 @@ def _measured(
     def cell(row: Row) -> str:
         deviation = row.deviation(key)
         spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
-        return tables.figure(value(row), digits) + spread
+        return terminal.figure(value(row), digits) + spread
 
     return Column(title, value, cell, better, trust)
 
@@ -134,7 +134,7 @@ def _cost(title: str, key: str, pattern: str) -> Column:
     def value(row: Row) -> float | None:
         return None if row.costs is None else getattr(row.costs, key)
 
-    return Column(title, value, lambda row: tables.UNKNOWN if row.costs is None else pattern.format(value(row)))
+    return Column(title, value, lambda row: terminal.UNKNOWN if row.costs is None else pattern.format(value(row)))
 
 
 def paper_column(title: str, *keys: str) -> Column:
@@ -146,11 +146,11 @@ def paper_column(title: str, *keys: str) -> Column:
     def word(paper: Published, key: str) -> str:
         value = getattr(paper, key)
         if value is None:
-            return tables.UNKNOWN
+            return terminal.UNKNOWN
         return f"{100 * value:.1f}" if key.endswith("accuracy") else f"{value:.3g}"
 
     def cell(row: Row) -> str:
-        return tables.UNKNOWN if row.paper is None else " / ".join(word(row.paper, key) for key in keys)
+        return terminal.UNKNOWN if row.paper is None else " / ".join(word(row.paper, key) for key in keys)
 
     return Column(title, lambda row: row.paper.accuracy if row.paper else None, cell)
 
@@ -256,11 +256,11 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str) -> None:
     """Print a comparison with its legend, and no more columns than the terminal has room for."""
-    console = tables.console()
+    console = terminal.console()
     made = table(title, rows, columns, console.width)
     left_out = [column.title for column in columns[len(made.columns) - 1 :]]
     narrow = [f"not shown: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
-    tables.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
+    terminal.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
 
 
 def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int) -> Table:
@@ -271,7 +271,7 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int
     count = len(columns)
     while count > 1 and _width(rows, columns[:count], titles[:count]) > width:
         count -= 1
-    made = tables.table(title, ["method", *titles[:count]], [], words=["method"])
+    made = terminal.table(title, ["method", *titles[:count]], [], words=["method"])
     for row in rows:
         if row.runs:
             cells = [Text(one.cell(row), "bold" if one.stressed(rows) is row else "") for one in columns[:count]]
@@ -285,7 +285,7 @@ def _width(rows: Sequence[Row], columns: Sequence[Column], titles: Sequence[str]
     """Give the width of a table whose titles are broken so."""
     widths = [max(map(len, [*t.splitlines(), *_cells(one, rows)])) for one, t in zip(columns, titles, strict=True)]
     first = max(len(name) for name in ("method", *(row.name for row in rows)))
-    return first + sum(tables.BETWEEN + width for width in widths)
+    return first + sum(terminal.BETWEEN + width for width in widths)
 
 
 def _narrowest(column: Column, rows: Sequence[Row]) -> int:
@@ -316,12 +316,12 @@ def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
     """Show what experiments would take, with its sums; `at_once` runs go on at a time."""
 
     def cells(name: str, variant: str, counts: Sequence[int], seconds: float | None, size: int | None) -> list[str]:
-        disk = tables.UNKNOWN if size is None else f"{size / 1e6:,.1f} MB"
-        return [name, variant, *(f"{count:,}" for count in counts), tables.roughly(seconds), disk]
+        disk = terminal.UNKNOWN if size is None else f"{size / 1e6:,.1f} MB"
+        return [name, variant, *(f"{count:,}" for count in counts), terminal.roughly(seconds), disk]
 
     rows = [cells(one.recipe, one.variant, (one.runs, one.done, one.epochs), one.seconds, one.bytes) for one in lines]
     counts = [sum(getattr(one, key) for one in lines) for key in ("runs", "done", "epochs")]
     seconds, size = sum(one.seconds or 0 for one in lines), sum(one.bytes or 0 for one in lines)
     rows.append(cells(f"total, {at_once} at a time", "", counts, seconds / at_once, size))
     headings = ["recipe", "method", "runs", "done", "epochs", "time here", "disk"]
-    return tables.table(title, headings, rows, words=["recipe", "method"])
+    return terminal.table(title, headings, rows, words=["recipe", "method"])

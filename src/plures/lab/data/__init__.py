@@ -9,9 +9,9 @@ for images, labels in batches(data.train, 128, seed=0, epoch=3, augment=Augment(
 
 from plures.lab.data.cache import cache_folder
 from plures.lab.data.dataset import Data, open_data
+from plures.lab.data.numbers import TableInfo
 from plures.lab.data.pictures import read_image
 from plures.lab.data.split import Augment, DataInfo, Split, batches, steps
-from plures.lab.data.table import TableInfo
 
 __all__ = [
     "Augment",

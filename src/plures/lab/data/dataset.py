@@ -15,9 +15,9 @@ from plures.checks import whole_number
 from plures.errors import PluresError
 from plures.files import digest
 from plures.lab.data.cache import CachedSplit, Survey, cache_folder, open_cache, survey
+from plures.lab.data.numbers import TABLES, open_table
 from plures.lab.data.sources import expanded, find_source
 from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, Rows, Split, balanced, stratified
-from plures.lab.data.table import TABLES, open_table
 
 HELD_OUT = 0.2  # of the training images, where there are no test images
 

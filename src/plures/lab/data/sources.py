@@ -20,9 +20,9 @@ import numpy as np
 from plures.checks import nearest
 from plures.errors import PluresError
 from plures.lab.data import arrow, pictures
+from plures.lab.data.numbers import TABLES
 from plures.lab.data.pictures import Contents, Picture
 from plures.lab.data.split import stratified
-from plures.lab.data.table import TABLES
 
 if TYPE_CHECKING:
     import datasets

@@ -10,7 +10,7 @@ from torch import nn
 
 from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.methods import imported, is_code
+from plures.lab.method_names import imported, is_code
 from plures.lab.models.resnet import (
     check_sizes,
     resnet8,

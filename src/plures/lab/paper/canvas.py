@@ -20,7 +20,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
 from plures import files
-from plures.lab.methods import Look
+from plures.lab.method_names import Look
 
 WIDTH = 7.0  # inches: a printed page between its margins
 DPI = 200

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures.errors import PluresError
-from plures.lab.methods import Look, looks_of
+from plures.lab.method_names import Look, looks_of
 from plures.lab.paper import canvas
 from plures.lab.paper.published import Published
 

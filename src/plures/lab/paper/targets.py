@@ -11,7 +11,7 @@ from plures.lab.compare.jobs import Comparison, Variant
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
 from plures.lab.evaluation.evaluate import predictions, scores
-from plures.lab.methods import LOOKS
+from plures.lab.method_names import LOOKS
 from plures.lab.paper import published
 from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
 from plures.lab.paper.published import TABLE1, TABLE3, Published, paper_data

@@ -12,12 +12,12 @@ from plures import files
 from plures.errors import PluresError
 from plures.lab.compare.rows import Row
 from plures.lab.compare.table import columns
-from plures.lab.methods import looks_of, place_of
+from plures.lab.method_names import looks_of, place_of
 from plures.lab.report.charts import FEW
 from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import added_change, sections, training
-from plures.lab.report.trust import trust_sections
-from plures.lab.tables import figure
+from plures.lab.report.trust_sections import trust_sections
+from plures.lab.terminal import figure
 
 AT_ONCE = 9  # charts that a section shows before it asks whether to show more
 OPEN = 3  # rows whose pictures and commands are unfolded from the start

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from plures.lab.report import charts
 from plures.lab.report.gather import Detail
-from plures.lab.tables import figure, percent
+from plures.lab.terminal import figure, percent
 
 
 @dataclass(frozen=True)

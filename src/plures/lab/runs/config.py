@@ -16,7 +16,7 @@ import torch
 from plures.ensemble import Ensemble
 from plures.files import digest
 from plures.lab.data import Data
-from plures.lab.methods import NOT_OPTIONS, kebab, method_class
+from plures.lab.method_names import NOT_OPTIONS, kebab, method_class
 from plures.lab.recipes import RECIPES, Recipe
 from plures.version import __version__
 

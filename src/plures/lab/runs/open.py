@@ -24,9 +24,9 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.files import is_file
 from plures.lab.data import Data, DataInfo, TableInfo, open_data
+from plures.lab.data.numbers import TABLES
 from plures.lab.data.sources import expanded
-from plures.lab.data.table import TABLES
-from plures.lab.methods import is_code, method_class, method_options, takes
+from plures.lab.method_names import is_code, method_class, method_options, takes
 from plures.lab.models import build
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, made_of, train_command

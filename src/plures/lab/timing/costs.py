@@ -14,7 +14,7 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import TableInfo
 from plures.lab.evaluation.evaluate import fastest
-from plures.lab.methods import METHOD_NAMES, method_class, takes
+from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
 from plures.lab.runs.shapes import read_object

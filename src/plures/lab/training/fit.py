@@ -20,7 +20,7 @@ from plures.ensemble import Ensemble, Step, due
 from plures.errors import PluresError
 from plures.lab.data import Data
 from plures.lab.evaluation.evaluate import calibrate, evaluate
-from plures.lab.methods import method_class, method_options
+from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder

@@ -11,7 +11,7 @@ from plures.lab.evaluation.trust import kept_trust
 from plures.lab.report import charts
 from plures.lab.report.gather import Detail
 from plures.lab.report.sections import Figure, Section
-from plures.lab.tables import percent
+from plures.lab.terminal import percent
 
 Found = Mapping[str, Any]
 Measured = Sequence[tuple[Detail, Found]]
