@@ -77,10 +77,35 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
+# What a process finds before it imports anything else: a line on standard output, and a crash when it tidies up.
+NOISE = """
+import gc
+import os
+
+print("a library says hello")
+tidy = gc.collect
+
+
+def collect(*given):
+    if os.path.exists("crash"):
+        os.remove("crash")
+        os._exit(3)
+    return tidy(*given)
+
+
+gc.collect = collect
+"""
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Processes]:
-    with Processes(2, None) as pool:
-        yield pool
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Two processes, where libraries print while they are imported."""
+    folder = tmp_path_factory.mktemp("noise")
+    (folder / "sitecustomize.py").write_text(NOISE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        with Processes(2, None) as pool:
+            yield pool
 
 
 def test_a_killed_process_fails_its_own_run_only(pool: Processes, tmp_path: Path) -> None:
@@ -119,6 +144,17 @@ def test_a_process_that_ends_while_it_waits_fails_no_run(pool: Processes, tmp_pa
         process.kill()
         process.wait()
     assert pool.submit(job(tmp_path, "short")).result() is None
+    assert len(pool._running) == 1
+
+
+def test_a_process_that_crashes_after_its_run_is_made_fails_no_run(
+    pool: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("crash").touch()
+    assert pool.submit(job(tmp_path, "short")).result() is None
+    assert not Path("crash").exists()
+    assert pool.submit(job(tmp_path, "next")).result() is None
 
 
 @pytest.mark.parametrize("begun", [False, True])

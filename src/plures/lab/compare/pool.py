@@ -21,7 +21,7 @@ import torch
 from plures.errors import PluresError
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.progress import Watch
-from plures.lab.compare.worker import DONE, OUTPUT, Reason, describe, on_ray
+from plures.lab.compare.worker import ANSWER, DONE, OUTPUT, Reason, describe, on_ray
 from plures.lab.method_names import is_code
 from plures.lab.runs.folder import RunFolder
 
@@ -123,8 +123,10 @@ class Processes(AbstractContextManager["Processes"]):
         try:
             job.run.mkdir(parents=True, exist_ok=True)
             with (job.run / OUTPUT).open("a") as file:
-                if slot.process is None or slot.process.poll() is not None:
-                    slot.process = self._start(file, slot.number)
+                if slot.process is not None and slot.process.poll() is not None:
+                    self._end(slot.process)
+                    slot.process = None
+                slot.process = slot.process or self._start(file, slot.number)
             if slot.process is None:
                 return "it was not started"
             answer = _ask(slot.process, describe(job, self.data_dir))
@@ -133,7 +135,9 @@ class Processes(AbstractContextManager["Processes"]):
                 return None
             code = self._end(slot.process)
             slot.process = None
-            reason: Reason = json.loads(answer) if answer else _ending(code, job.run / OUTPUT)
+            if not answer:  # it may have crashed while it tidied up
+                return None if is_done(job) else _ending(code, job.run / OUTPUT)
+            reason: Reason = json.loads(answer)
             return reason
         except OSError as error:
             return f"cannot work in {job.run}: {error.strerror}"
@@ -227,7 +231,7 @@ def _ask(process: "subprocess.Popen[str]", description: str) -> str:
     with contextlib.suppress(BrokenPipeError):  # it ended before it heard what to do
         hears.write(description + "\n")
         hears.flush()
-    return says.readline().strip()
+    return next((line.removeprefix(ANSWER).strip() for line in says if line.startswith(ANSWER)), "")
 
 
 def _leave(number: int, frame: object) -> NoReturn:

@@ -3,9 +3,9 @@
     python -m plures.lab.compare.worker < jobs
 
 Runs have processes of their own: a crash takes only its own run along, and no run slows another by its threads. Every
-line of standard input describes a job (`describe`), and every line of standard output answers one: null, or why the run
-failed. All else that is printed goes to the file beside the run. When standard input ends, the process that asked for
-the runs is gone, or does not need this one any more, which ends at once.
+line of standard input describes a job (`describe`), and every line of standard output that starts with ANSWER answers
+one: null, or why the run failed. All else that is printed goes to the file beside the run. When standard input ends,
+the process that asked for the runs is gone, or does not need this one any more, which ends at once.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Job
 
 OUTPUT = "output.txt"  # what the processes of a run wrote, in its run folder
+ANSWER = "plures-worker: "  # libraries may print lines of their own when they are imported
 DONE = "null"  # the answer to a job whose run was made
 
 Reason = str | None  # why a run failed; None: it did not
@@ -82,9 +83,10 @@ def main() -> int:
     threading.Thread(target=_listen, args=[descriptions], daemon=True).start()
     try:
         while True:
-            print(json.dumps(_written(descriptions.get())), file=answers, flush=True)
+            reason = _written(descriptions.get())
             gc.collect()
             torch.cuda.empty_cache()  # another process may share the GPU
+            print(ANSWER + json.dumps(reason), file=answers, flush=True)  # last: a crash before it costs no other run
     except KeyboardInterrupt:
         return 130
 
