@@ -12,9 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mapie.classification import SplitConformalClassifier
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.isotonic import isotonic_regression
 from torch import Tensor, nn
 
 import plures
@@ -81,7 +78,7 @@ def test_calibration_is_the_temperature_of_the_metrics_and_helps_elsewhere(ensem
     assert torch.equal(ensemble.calibrate(None).predict(TEST[0]).probabilities, before.probabilities)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.floats(0.1, 8.0), st.booleans())
 def test_calibration_never_worsens_the_nll_of_what_it_saw(seed, members, sharpness, per_member) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -184,6 +181,9 @@ def test_sets_cover_as_often_as_asked(ensemble, options) -> None:
 
 
 def test_sets_of_a_prediction_are_those_of_mapie(ensemble) -> None:
+    from mapie.classification import SplitConformalClassifier  # seconds that every test process would spend
+    from sklearn.base import BaseEstimator, ClassifierMixin
+
     class Plain(ClassifierMixin, BaseEstimator):
         """The ensemble's uncalibrated probabilities, as scikit-learn asks for them."""
 
@@ -344,9 +344,11 @@ def test_until_is_a_share(ensemble) -> None:
             ensemble.predict(TEST[0], until=until)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
 def test_shares_rise_as_those_of_scikit_learn(bins) -> None:
+    from sklearn.isotonic import isotonic_regression
+
     same, total = [min(pair) for pair in bins], [max(pair) for pair in bins]
     seen = [place for place, count in enumerate(total) if count]
     found = [share for share, _ in _rising(same, total)]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForTokenClassification
 
 import plures
 from plures import PluresError, metrics
@@ -36,6 +35,8 @@ def painter() -> nn.Module:
 
 
 def tagger() -> nn.Module:
+    from transformers import BertConfig, BertForTokenClassification  # seconds that every test process would spend
+
     config = BertConfig(
         vocab_size=30,
         hidden_size=16,

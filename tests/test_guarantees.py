@@ -25,7 +25,7 @@ from plures.guarantees import (
     select,
 )
 
-reproducible = settings(deadline=None, derandomize=True, max_examples=40)
+reproducible = settings(derandomize=True, max_examples=40)
 
 
 def classified(seed: int, samples: int, classes: int = 6, signal: float = 1.4) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ import unittest.mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
@@ -21,7 +21,6 @@ def setting(seed: int, shape: tuple[int, ...], free_share: float = 0.7) -> tuple
 
 
 @given(st.integers(0, 1000), st.floats(0, 1), st.booleans())
-@settings(deadline=None)
 def test_topk_chooses_exactly_the_largest_free_scores(seed: int, share: float, ties: bool) -> None:
     scores, free = setting(seed, (6, 5, 3, 3))
     scores = scores.round() if ties else scores
@@ -34,7 +33,6 @@ def test_topk_chooses_exactly_the_largest_free_scores(seed: int, share: float, t
 
 
 @given(st.integers(0, 1000), st.integers(1, 60), st.booleans())
-@settings(deadline=None)
 def test_the_largest_are_those_of_a_stable_sort(seed: int, count: int, ties: bool) -> None:
     values = np.abs(np.random.default_rng(seed).standard_normal(60)).astype(np.float32)
     values = values.round(1) if ties else values
@@ -44,7 +42,6 @@ def test_the_largest_are_those_of_a_stable_sort(seed: int, count: int, ties: boo
 
 
 @given(st.integers(0, 1000), st.booleans())
-@settings(deadline=None)
 def test_the_compiled_choice_is_the_same_one(seed: int, ties: bool) -> None:
     scores, free = setting(seed, (20, 30))
     mask = TopK((scores * 3).round() if ties else scores, free, 100)
@@ -135,7 +132,6 @@ def test_masks_under_autocast_and_compile_agree_with_eager(kind: str, backend: s
 
 
 @given(st.integers(0, 1000), st.sampled_from([torch.contiguous_format, torch.channels_last]), st.booleans())
-@settings(deadline=None)
 def test_a_member_is_cut_out_to_the_bit_in_the_layout_of_the_weight(seed: int, layout, kernels: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 5, 3, 3, generator=generator).to(memory_format=layout)

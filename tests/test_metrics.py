@@ -16,7 +16,7 @@ with warnings.catch_warnings():  # some versions warn about optional packages wh
     from torchmetrics.functional.classification import multiclass_calibration_error
 
 ON_TARGETS = [metrics.accuracy, metrics.nll, metrics.brier, metrics.ece, metrics.aurc, metrics.temperature]
-reproducible = settings(deadline=None, derandomize=True, max_examples=60)
+reproducible = settings(derandomize=True, max_examples=60)
 
 
 def random_case(seed, samples, classes, sharpness=2.0, members=None):

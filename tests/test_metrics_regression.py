@@ -9,7 +9,7 @@ from scipy import integrate, stats
 
 from plures import PluresError, metrics
 
-reproducible = settings(deadline=None, derandomize=True, max_examples=30)
+reproducible = settings(derandomize=True, max_examples=30)
 
 
 def case(seed, members=3, samples=7, outputs=2):
@@ -41,7 +41,7 @@ def test_a_mixture_is_never_less_likely_than_its_members_on_average(drawn):
     assert metrics.mixture_nll(means, stds, targets) <= np.mean(each) + 1e-12
 
 
-@settings(deadline=None, derandomize=True, max_examples=5)
+@settings(derandomize=True, max_examples=5)
 @given(st.builds(case, st.integers(0, 2**31), st.integers(1, 3), st.just(1), st.just(1)))
 def test_crps_is_the_integral_that_defines_it(drawn):
     means, stds, targets = drawn

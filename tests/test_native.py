@@ -43,7 +43,7 @@ def agrees(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max() / scale) < 1e-5
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     members=st.integers(2, 6),
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 70), st.integers(1, 11), st.integers(1, 11)),
@@ -101,7 +101,7 @@ def test_convolution_of_members_is_torchs_own(
     agrees(unblock(found, batch), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     members=st.integers(2, 6),
     outputs=st.integers(1, 40),
@@ -176,7 +176,7 @@ def test_nan_passes_relu_as_in_torch():
     assert found[1] == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(members=st.integers(1, 4), batch=st.integers(1, 20), relu=st.booleans(), seed=st.integers(0, 99))
 def test_affine_is_a_folded_norm_layer(members, batch, relu, seed):
     random = generator(seed)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -121,11 +121,10 @@ def test_export_agrees_with_eager(case) -> None:
 def test_compile_agrees_with_eager(case) -> None:
     network, inputs, _, _ = case
     ensemble = OrthogonalDropout(network, members=2, optimize_masks=False)
-    for _ in ensemble.stages():
-        pass
+    next(ensemble.stages()).commit()
     torch.compiler.reset()
-    # The compiler's front end on every network; what it makes of the graph is tested once, below.
-    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    # The compiler's front end on a member of every network; what it makes of a graph of two is tested once, below.
+    compiled = torch.compile(ensemble, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(inputs), ensemble(inputs))
 
@@ -168,7 +167,7 @@ optimizers = {
         }
     ),
 )
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_no_optimizer_moves_an_earlier_member(optimizer, clip, members, seed, options) -> None:
     ensemble = OrthogonalDropout(mlp(), members=members, seed=seed, **options)
     committed: torch.Tensor | None = None

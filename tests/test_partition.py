@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plures.errors import PluresError
@@ -24,7 +24,6 @@ def test_shares_add_up_and_differ_by_at_most_one(count: int, members: int) -> No
 
 
 @given(shapes, st.integers(2, 255), st.sampled_from(["weight", "kernel"]), st.integers(0, 2**40))
-@settings(deadline=None)
 def test_a_random_partition_gives_every_unit_one_owner(shape, members, granularity, seed) -> None:
     units = math.prod(owner_shape(shape, granularity))
     if units < members:
@@ -53,7 +52,6 @@ def test_the_random_partition_follows_the_seed_and_is_not_the_same_in_every_tens
 
 
 @given(st.data(), st.integers(2, 256))
-@settings(deadline=None)
 def test_pack_and_unpack_are_the_identity(data, base: int) -> None:
     digits = data.draw(st.lists(st.integers(0, base - 1), max_size=200))
     values = torch.tensor(digits, dtype=torch.uint8)

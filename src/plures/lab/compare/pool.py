@@ -184,9 +184,13 @@ class OnRay(AbstractContextManager["OnRay"]):
         self._ray = ray
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:  # no cluster: make one of this machine's cores
-            ray.init(num_cpus=at_once or default_jobs(), include_dashboard=False, **quiet)
+            try:
+                ray.init(address="auto", **quiet)
+            except ConnectionError:  # no cluster: make one of this machine's cores
+                ray.init(num_cpus=at_once or default_jobs(), include_dashboard=False, **quiet)
+        except Exception as error:  # it waits for its own processes for half a minute, then raises a plain Exception
+            reason = str(error).partition("\n")[0]
+            raise PluresError(f"Ray did not start: {reason} Try again, or leave --on ray out") from error
         found = ray.cluster_resources()
         gpus = int(found.get("GPU", 0))
         self.at_once = at_once or gpus or int(found["CPU"])
