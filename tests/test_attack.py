@@ -1,18 +1,16 @@
 """A short version of `make attack`: the same files, threads and inputs, fewer of them."""
 
-import os
-import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from attack.commands import Commands, Input, furnish, judge, train_one, workshop
-from attack.driver import Results, Tally, Verdict, run
+from attack.driver import Results, Tally, run
 from attack.files import Files
 from attack.folders import Folders
 from attack.subjects import save_all
 from attack.threads import Threads
+from attack.trouble import Trouble
 from plures.lab.cli.main import commands
 
 
@@ -35,10 +33,10 @@ def test_bad_files_are_refused_or_do_no_harm(tmp_path) -> None:
     save_all(tmp_path)
     results = Results(None, {})
     kinds = ("damaged", "malicious")
-    assert run([Files(kind, 100, tmp_path) for kind in kinds], results, preloaded=["attack.files"]) == 0
+    assert run([Files(kind, 60, tmp_path) for kind in kinds], results, preloaded=["attack.files"]) == 0
     for kind in kinds:
-        assert results.of(kind).counts.total() == 100
-        assert results.of(kind).counts["refused"] > 50
+        assert results.of(kind).counts.total() == 60
+        assert results.of(kind).counts["refused"] > 30
 
 
 def test_threads_get_the_bits_of_a_single_one() -> None:
@@ -68,34 +66,13 @@ def test_a_port_that_does_not_exist(port) -> None:
     assert (verdict, told) == ("refused", f"plures: port={port}; use a whole number, from 0 to 65535\n")
 
 
-@dataclass
-class Trouble:
-    """Items of which one dies, one never ends and one is wrong."""
-
-    name: str = "trouble"
-    items: int = 6
-    batch: int = 3
-    memory: int = 1 << 36
-    seconds: int = 1
-
-    def prepare(self) -> None:
-        pass
-
-    def judge(self, index: int) -> list[Verdict]:
-        if index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while index == 3:
-            pass
-        return [Verdict("silent", "other numbers") if index == 4 else Verdict("refused")]
-
-
 def test_what_dies_hangs_or_is_wrong_is_counted_and_a_stopped_attack_goes_on(tmp_path) -> None:
     kept = tmp_path / "results.json"
     results = Results(kept, {"seed": 0})
-    assert run([Trouble()], results, preloaded=["attack.files"]) == 3
+    assert run([Trouble()], results, preloaded=[]) == 3
     assert results.of("trouble").counts == {"refused": 3, "died": 1, "hang": 1, "silent": 1}
     again = Results(kept, {"seed": 0})
-    assert run([Trouble(items=9)], again, preloaded=["attack.files"]) == 3  # six were judged before
+    assert run([Trouble(items=9)], again, preloaded=[]) == 3  # six were judged before
     assert again.of("trouble").counts == {"refused": 6, "died": 1, "hang": 1, "silent": 1}
     with pytest.raises(SystemExit, match="another attack"):
         Results(kept, {"seed": 1})

@@ -74,13 +74,12 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch) -
     small = replace(get_recipe("digits"), width=16, members=2, limit=120, validation=40, epochs=epochs)
     monkeypatch.setitem(RECIPES, "digits", small)
     kept = ("one network", "split, as the recipe", "split from one parent, a quarter", "split, a quarter, distilled")
-    monkeypatch.setattr(cheaper, "SCHEDULES", tuple(one for one in cheaper.SCHEDULES if one.name in kept))
     monkeypatch.setattr(
         cheaper, "make", lambda jobs, *_: [worker.make(worker.describe(job, None)) for job in jobs]
     )  # no processes
     for module in (cheaper, held_out):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    cheaper.main(["digits", "--runs", str(tmp_path / "runs")])
+    cheaper.main(["digits", "--runs", str(tmp_path / "runs"), "--schedules", *kept])
     lines = (tmp_path / "cheaper-digits.md").read_text().splitlines()
     spent = {cells[1].strip(): float(cells[2]) for line in lines[2:6] for cells in [line.split("|")]}
     # A parent takes 2 epochs and spares the first pre-training; distilling the second member takes a third of an epoch.

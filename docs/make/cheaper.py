@@ -2,6 +2,7 @@
 
     python docs/make/cheaper.py digits-resnet --seeds 3
     python docs/make/cheaper.py cifar10-cpu --data-dir data
+    python docs/make/cheaper.py cifar10-cpu --data-dir data --schedules "deep ensemble" "split, as the recipe"
 
 Missing runs are made, finished ones skipped, interrupted ones resumed. Table and picture go to docs/results;
 `make docs` puts the table into docs/results.md.
@@ -71,9 +72,13 @@ SCHEDULES = (
 
 def main(words: Sequence[str] | None = None) -> None:
     """Make the runs, the tables and the pictures."""
-    asked = arguments(__doc__ or "").parse_args(words)
+    parser = arguments(__doc__ or "")
+    names = [schedule.name for schedule in SCHEDULES]
+    parser.add_argument("--schedules", nargs="+", choices=names, default=names, help="those to compare, instead of all")
+    asked = parser.parse_args(words)
+    chosen = [schedule for schedule in SCHEDULES if schedule.name in asked.schedules]
     for recipe in asked.recipes:
-        jobs = {one: jobs_of(one, recipe, range(asked.seeds), asked.runs) for one in SCHEDULES}
+        jobs = {one: jobs_of(one, recipe, range(asked.seeds), asked.runs) for one in chosen}
         for parents_first in (False, True):
             make([job for one in jobs for job in jobs[one] if one.parent is parents_first], asked.jobs, asked.data_dir)
         lines = [measured(one.name, own, asked.data_dir) for one, own in jobs.items()]
