@@ -7,17 +7,19 @@ READY  := $(VENV)/.ready
 # tests share what took seconds to make. The many small files, of doctests, come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types tests attack memcheck bench load-test docs docs-site digits clean
+.PHONY: demo test lint types pytest attack memcheck bench load-test docs docs-site digits clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
 	$(BIN)/plures report runs/demo/digits --out runs/demo/report.html
 	@echo 'Try next: $(BIN)/plures evaluate runs/demo/digits/orthogonal-dropout/seed-0 --shift'
 
-test: $(READY)  ## lint, types, tests, side by side: tests wait now and then for processes that they start
-	+@$(MAKE) --no-print-directory -j3 lint types tests
+# Types and tests side by side: tests wait now and then for processes that they start.
+test: $(READY) lint  ## lint, types, tests
+	@$(MAKE) --no-print-directory $(if $(filter --jobserver%,$(MAKEFLAGS)),,-j2) types pytest \
+	    || { echo 'make test failed: see the errors of types or of pytest above'; exit 1; }
 
-tests: $(READY)
+pytest: $(READY)
 	$(TEST_THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)

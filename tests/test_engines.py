@@ -175,5 +175,5 @@ def test_a_compiled_engine_agrees() -> None:
         torch.compiler.reset()
         engine = ensemble.engine(kind)
         with torch.no_grad():
-            compiled = torch.compile(engine, backend="eager")
+            compiled = torch.compile(engine, backend="aot_eager")
             torch.testing.assert_close(compiled(networks.images()), engine(networks.images()), atol=1e-5, rtol=1e-4)

@@ -521,8 +521,7 @@ def test_a_table_without_test_images_is_trained_measured_and_reported(
     assert main(words) == 0
     assert "has no test images: 8 of its 40 training images are held out" in caplog.text
     assert json.loads(capsys.readouterr().out)["test"]["images"] == 8
-    if name == "birds.parquet":  # the other two are found as it is
-        assert main(["evaluate", "run"]) == main(["report", "run"]) == main(["predict", "run", "one.png"]) == 0
+    assert main(["evaluate", "run"]) == main(["report", "run"]) == main(["predict", "run", "one.png"]) == 0
 
 
 def test_other_data_of_the_same_name_are_not_measured(

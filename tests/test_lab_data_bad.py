@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -23,7 +23,11 @@ from plures.errors import PluresError
 from plures.lab.data import DataInfo, open_data, read_image
 
 INFO = DataInfo("digits", ["0", "1"], 1, 8, 8, False, [0.5], [0.2])
-SEEDED = settings(max_examples=100, derandomize=True)
+SEEDED = settings(
+    max_examples=100,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 PICTURE = b"P5 2 2 255\n" + bytes(4)
 
 

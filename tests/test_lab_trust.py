@@ -180,7 +180,7 @@ def test_sentences_follow_from_the_figures() -> None:
 
     good, bad = found(0.9, 0.001, 0.9, 0.05), found(1.2, 0.01, 0.8, 0.2)
     assert say.calibration({"a": good}).endswith("it lowers the NLL of all methods.")
-    assert "lowers the NLL of a, and raises that of b by up to 0.200" in say.calibration({"a": good, "b": bad})
+    assert "lowers the NLL of a, and raises the NLL of b by up to 0.200" in say.calibration({"a": good, "b": bad})
     assert "None of them falls short" in say.coverage({"a": good})
     assert "1 of 2 fall short" in say.coverage({"a": good, "b": bad})
     assert say.bounds({"a": good}) == "On the test images every bound holds."

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,9 +236,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "train.py").write_text(PROCESSES)
     (folder / "said").mkdir()
     command = [sys.executable, str(folder / "train.py"), str(folder)]
-    both = [subprocess.Popen([*command, str(rank)], stderr=subprocess.DEVNULL) for rank in range(2)]
-    for process in both:
-        process.wait()
+    both = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+
+    def wait_for(process: subprocess.Popen[bytes]) -> None:
+        if process.wait():  # the other would wait for it
+            for one in both:
+                one.kill()
+
+    with ThreadPoolExecutor(2) as waiting:
+        list(waiting.map(wait_for, both))
     return {file.name: file.read_text() for file in (folder / "said").iterdir()}
 
 

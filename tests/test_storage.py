@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -66,7 +66,7 @@ options = st.fixed_dictionaries(
 
 
 @given(options, st.integers(0, 18))
-@settings(max_examples=30)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_save_and_load_are_equal_to_the_bit_at_any_point_of_training(tmp_path, chosen, stages: int) -> None:
     ensemble = trained(stages, **chosen)
     path = tmp_path / "ensemble.safetensors"
@@ -105,10 +105,10 @@ def test_the_state_dict_carries_an_ensemble_too() -> None:
         assert copy(IMAGES).equal(ensemble(IMAGES))
 
 
-# Of the usual width, and at a quarter of its weights, where what every member has of its own weighs more.
+# Ten members at a quarter of the weights, where what each has of its own weighs more; `make bench` has the rest.
 @pytest.mark.parametrize(
     ("members", "granularity", "width", "limit"),
-    [(5, "kernel", 64, 1.025), (5, "weight", 32, 1.1), (10, "weight", 32, 1.165)],
+    [(5, "kernel", 64, 1.025), (5, "weight", 64, 1.085), (10, "weight", 32, 1.165)],
 )
 def test_five_members_take_the_room_of_one(tmp_path, members: int, granularity: str, width: int, limit: float) -> None:
     resnet = resnet18(classes=10, width=width)

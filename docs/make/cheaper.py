@@ -24,6 +24,7 @@ import matplotlib.pyplot as plt
 
 from held_out import RESULTS, Line, arguments, make, measured, save
 from plures.lab.compare.jobs import Comparison, Job, Variant
+from plures.lab.compare.pool import is_done
 from plures.lab.recipes import Recipe, get_recipe
 from plures.lab.runs.folder import RunFolder
 
@@ -74,11 +75,16 @@ def main(words: Sequence[str] | None = None) -> None:
     """Make the runs, the tables and the pictures."""
     parser = arguments(__doc__ or "")
     names = [schedule.name for schedule in SCHEDULES]
-    parser.add_argument("--schedules", nargs="+", choices=names, default=names, help="those to compare, instead of all")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=names, default=names, help="train these; all that are finished are shown"
+    )
     asked = parser.parse_args(words)
-    chosen = [schedule for schedule in SCHEDULES if schedule.name in asked.schedules]
     for recipe in asked.recipes:
-        jobs = {one: jobs_of(one, recipe, range(asked.seeds), asked.runs) for one in chosen}
+        jobs = {one: jobs_of(one, recipe, range(asked.seeds), asked.runs) for one in SCHEDULES}
+        chosen = [one for one in SCHEDULES if one.name in asked.schedules]
+        if any(one.parent for one in chosen):
+            chosen = list({SCHEDULES[0]: None} | dict.fromkeys(chosen))  # the parents are its runs
+        jobs = {one: own for one, own in jobs.items() if one in chosen or all(map(is_done, own))}
         for parents_first in (False, True):
             make([job for one in jobs for job in jobs[one] if one.parent is parents_first], asked.jobs, asked.data_dir)
         lines = [measured(one.name, own, asked.data_dir) for one, own in jobs.items()]

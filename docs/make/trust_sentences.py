@@ -7,21 +7,25 @@ from typing import Any
 Found = Mapping[str, Mapping[str, Any]]
 One = Mapping[str, Any]
 LITTLE = 0.002  # of accuracy, lost without regret
+UNSEEN = 0.0005  # of NLL: less is not seen in the table
 
 
 def calibration(found: Found) -> str:
     """Say what a temperature does to images that it was not fitted on."""
     every = {name: one for name, one in found.items() if "calibrated" in one}
-    lower = [name for name, one in every.items() if one["calibrated"]["nll"] < one["home"]["nll"]]
-    higher = [name for name in every if name not in lower]
-    if not higher:
-        return "On the test images, which it has not seen, it lowers the NLL of all methods."
-    worst = max(every[name]["calibrated"]["nll"] - every[name]["home"]["nll"] for name in higher)
-    gained = f"lowers the NLL of {listed(lower)}, and " if lower else ""
-    return (
-        f"On the test images, which it has not seen, it {gained}raises that of {listed(higher)} by up to {worst:.3f}: "
-        "a temperature fitted on few images is uncertain."
-    )
+    change = {name: one["calibrated"]["nll"] - one["home"]["nll"] for name, one in every.items()}
+    lower = [name for name in every if change[name] <= -UNSEEN]
+    higher = [name for name in every if change[name] >= UNSEEN]
+    same = [name for name in every if name not in lower and name not in higher]
+    said = []
+    if lower:
+        said.append(f"lowers the NLL of {'all methods' if lower == list(every) else listed(lower)}")
+    if same:
+        said.append(f"changes the NLL of {listed(same)} by less than 0.001")
+    if higher:
+        most = max(change[name] for name in higher)
+        said.append(f"raises the NLL of {listed(higher)} by up to {most:.3f}: one fitted on few images is uncertain")
+    return f"On the test images, which it has not seen, it {', and '.join(said)}."
 
 
 def coverage(found: Found) -> str:
@@ -65,7 +69,7 @@ def shift(found: Found) -> str:
     best, surest = _most(last, "accuracy"), _least(last, "ece")
     return (
         f"At the highest severity {best} is right most often ({100 * last[best]['accuracy']:.1f} %), and "
-        f"{surest} has the lowest calibration error (ECE {last[surest]['ece']:.3f})."
+        f"{'' if surest == best else surest + ' '}has the lowest calibration error (ECE {last[surest]['ece']:.3f})."
     )
 
 

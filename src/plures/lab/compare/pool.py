@@ -151,7 +151,7 @@ class Processes(AbstractContextManager["Processes"]):
             if self._closed:
                 return None
             process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=_environment(slot)
+                command, stdin=pipe, stdout=pipe, stderr=errors, text=True, errors="replace", env=_environment(slot)
             )
             self._running.add(process)
             return process
@@ -189,8 +189,12 @@ class OnRay(AbstractContextManager["OnRay"]):
             except ConnectionError:  # no cluster: make one of this machine's cores
                 ray.init(num_cpus=at_once or default_jobs(), include_dashboard=False, **quiet)
         except Exception as error:  # it waits for its own processes for half a minute, then raises a plain Exception
-            reason = str(error).partition("\n")[0]
-            raise PluresError(f"Ray did not start: {reason} Try again, or leave --on ray out") from error
+            if "timed out" not in str(error):
+                raise
+            ray.shutdown()
+            raise PluresError(
+                "Ray did not start in half a minute: the machine may be too busy; try again, or leave --on ray out"
+            ) from error
         found = ray.cluster_resources()
         gpus = int(found.get("GPU", 0))
         self.at_once = at_once or gpus or int(found["CPU"])

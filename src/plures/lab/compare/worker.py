@@ -86,7 +86,8 @@ def main() -> int:
             reason = _written(descriptions.get())
             gc.collect()
             torch.cuda.empty_cache()  # another process may share the GPU
-            print(ANSWER + json.dumps(reason), file=answers, flush=True)  # last: a crash before it costs no other run
+            # Last, because a crash before it costs no other run; on a line of its own, whatever was printed before.
+            print(f"\n{ANSWER}{json.dumps(reason)}", file=answers, flush=True)
     except KeyboardInterrupt:
         return 130
 
