@@ -17,7 +17,7 @@ from rich.text import Text
 from plures.errors import visible
 from plures.lab.compare.jobs import Job
 from plures.lab.runs.folder import RECORD, RunFolder
-from plures.lab.runs.shapes import misfit
+from plures.lab.runs.schemas import misfit
 from plures.lab.training.progress import duration
 
 PAUSE = 60.0  # seconds between plain lines about the runs in progress

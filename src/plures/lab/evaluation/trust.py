@@ -21,7 +21,7 @@ from plures.lab.data import Data, open_data
 from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.evaluate import OTHER_IMAGES, Tell, evaluate_shift, evenly, predictions, told_apart
 from plures.lab.runs.open import open_run
-from plures.lab.runs.shapes import Maybe, read_object
+from plures.lab.runs.schemas import Maybe, read_object
 
 FILE = "trust.json"
 POINTS = 100  # of a risk-coverage curve

@@ -27,7 +27,7 @@ from plures import files
 from plures.errors import PluresError
 from plures.files import is_file
 from plures.lab.runs.config import differences, new_environment
-from plures.lab.runs.shapes import Between, Maybe, misfit, read_object
+from plures.lab.runs.schemas import Between, Maybe, misfit, read_object
 
 SHARE = Between(float, 0, 1)
 COUNT = Between(int, 1, 1 << 31)

@@ -17,7 +17,7 @@ from plures.lab.evaluation.evaluate import fastest
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
-from plures.lab.runs.shapes import read_object
+from plures.lab.runs.schemas import read_object
 from plures.lab.timing import measure
 from plures.lab.timing.measure import Action, Clock
 from plures.lab.training.distributed import resolve

@@ -18,7 +18,7 @@ import platformdirs
 from plures import files
 from plures.errors import PluresError
 from plures.lab.recipes import Recipe
-from plures.lab.runs.shapes import misfit
+from plures.lab.runs.schemas import misfit
 from plures.lab.timing.machine import processor
 from plures.version import __version__
 
