@@ -16,7 +16,7 @@ import plures
 from plures.methods import METHODS
 from plures.sklearn import PluresClassifier, PluresRegressor
 
-QUICK = {"members": 2, "hidden": (16,), "epochs": 3, "learning_rate": 0.05, "random_state": 0}
+QUICK = {"members": 2, "hidden": (16,), "epochs": 2, "learning_rate": 0.05, "random_state": 0}
 
 
 def checks(estimator):
