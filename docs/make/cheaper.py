@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
         jobs = {one: jobs_of(one, recipe, range(asked.seeds), asked.runs) for one in SCHEDULES}
         chosen = [one for one in SCHEDULES if one.name in asked.schedules]
         if any(one.parent for one in chosen):
-            chosen = list({SCHEDULES[0]: None} | dict.fromkeys(chosen))  # the parents are its runs
+            chosen.append(SCHEDULES[0])  # the parents are its runs
         jobs = {one: own for one, own in jobs.items() if one in chosen or all(map(is_done, own))}
         for parents_first in (False, True):
             make([job for one in jobs for job in jobs[one] if one.parent is parents_first], asked.jobs, asked.data_dir)
