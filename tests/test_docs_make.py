@@ -12,7 +12,9 @@ import pytest
 import cheaper
 import classifiers
 import held_out
+import join
 import plures
+from plures.errors import PluresError
 from plures.lab.compare import worker
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, network_for
@@ -85,3 +87,42 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch) -
     # A parent takes 2 epochs and spares the first pre-training; distilling the second member takes a third of an epoch.
     assert spent == dict(zip(kept, (2, 11, 2 + 1 + 1 + 1 + 1, 5), strict=True))
     assert "one network" in (tmp_path / "cheaper-digits.svg").read_text()
+
+
+def part(name: str, figures: dict[int, float], failures: tuple[str, ...] = ()) -> dict:
+    """A row of a table as `plures compare --out` writes it, with an accuracy for each seed."""
+    accuracy = {"mean": None, "deviation": None, "values": list(figures.values())}
+    return {
+        "name": name,
+        "method": "deep-ensemble",
+        "seeds": list(figures),
+        "metrics": {"accuracy": accuracy, "nll": {"mean": None, "deviation": None, "values": []}},
+        "member_accuracies": [None for _ in figures],
+        "costs": {"size": 5.0, "prediction": 5.0, "epochs": 150.0},
+        "paper": None,
+        "failures": list(failures),
+    }
+
+
+def test_tables_made_in_parts_are_joined_as_if_made_at_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(join, "RESULTS", tmp_path)
+    parts = {"a": [part("deep", {2: 0.5, 1: 0.7}), part("other", {0: 0.8})], "b": [part("deep", {0: 0.9})]}
+    for folder, rows in parts.items():
+        (tmp_path / "parts" / folder).mkdir(parents=True)
+        document = {"about": {"command": f"plures {folder}", "machine": "one"}, "rows": rows}
+        (tmp_path / "parts" / folder / "table.json").write_text(json.dumps(document))
+    join.main(["table"])
+    found = json.loads((tmp_path / "table.json").read_text())
+    deep, other = found["rows"]
+    assert (deep["seeds"], deep["metrics"]["accuracy"]["values"]) == ([0, 1, 2], [0.9, 0.7, 0.5])
+    assert deep["metrics"]["accuracy"]["mean"] == pytest.approx(0.7)
+    assert deep["metrics"]["accuracy"]["deviation"] == pytest.approx(0.2)
+    assert (other["seeds"], other["metrics"]["accuracy"]["deviation"]) == ([0], None)
+    text = (tmp_path / "table.md").read_text()
+    assert "| deep | 70.0 ± 20.0 |" in text
+    assert "fewer seeds: other 0" in text
+    assert "commands: plures a; plures b" in text
+    with pytest.raises(PluresError, match="deep has a seed in more than one part"):
+        join.joined([part("deep", {0: 0.5}), part("deep", {0: 0.5})])
+    with pytest.raises(PluresError, match="other failed with seed 1: NaN"):
+        join.joined([part("other", {0: 0.5}, ("seed 1: NaN",))])
