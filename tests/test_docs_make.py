@@ -11,11 +11,11 @@ import pytest
 
 import cheaper
 import classifiers
+import evidence
 import held_out
-import join
 import plures
-from plures.errors import PluresError
 from plures.lab.compare import worker
+from plures.lab.compare.jobs import Job, Variant
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, network_for
 
@@ -89,40 +89,50 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch) -
     assert "one network" in (tmp_path / "cheaper-digits.svg").read_text()
 
 
-def part(name: str, figures: dict[int, float], failures: tuple[str, ...] = ()) -> dict:
-    """A row of a table as `plures compare --out` writes it, with an accuracy for each seed."""
-    accuracy = {"mean": None, "deviation": None, "values": list(figures.values())}
-    return {
-        "name": name,
-        "method": "deep-ensemble",
-        "seeds": list(figures),
-        "metrics": {"accuracy": accuracy, "nll": {"mean": None, "deviation": None, "values": []}},
-        "member_accuracies": [None for _ in figures],
-        "costs": {"size": 5.0, "prediction": 5.0, "epochs": 150.0},
-        "paper": None,
-        "failures": list(failures),
-    }
+def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
+    small = replace(get_recipe("digits"), width=8, limit=120, validation=40, epochs=Epochs(train=1))
+    monkeypatch.setitem(RECIPES, "digits", small)
+    wanted = evidence.Wanted("table1-digits", "digits", (evidence.SINGLE, Variant("mc-dropout")), (0, 1))
+    monkeypatch.setattr(evidence, "WANTED", (wanted,))
+    made = []
+
+    def make(jobs: list[Job], *_: object) -> None:
+        for job in jobs[:3]:
+            worker.make(worker.describe(job, None))
+            made.append((job.variant.method, job.recipe.seed))
+        if jobs[3:]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(evidence, "make_runs", make)
+    with pytest.raises(KeyboardInterrupt):
+        evidence.main(["--runs", str(tmp_path / "one machine")])
+    evidence.main(["--runs", str(tmp_path / "another")])  # which has none of the runs, and makes the last one only
+    assert made == [("deterministic", 0), ("mc-dropout", 0), ("deterministic", 1), ("mc-dropout", 1)]
+    evidence.main(["--runs", str(tmp_path / "another")])
+    assert len(made) == 4, "what is kept is not made again"
+    single, dropout = json.loads((tmp_path / "results/table1-digits.json").read_text())["rows"]
+    assert single["seeds"] == dropout["seeds"] == [0, 1]
+    runs = [tmp_path / "one machine/digits/deterministic" / f"seed-{seed}/metrics.json" for seed in (0, 1)]
+    accuracies = [json.loads(path.read_text())["accuracy"] for path in runs]
+    assert single["metrics"]["accuracy"]["values"] == accuracies
+    assert single["metrics"]["accuracy"]["mean"] == pytest.approx(sum(accuracies) / 2)
+    assert single["costs"]["size"] == 1.0
+    text = (tmp_path / "results/table1-digits.md").read_text()
+    assert "seeds 0, 1: mean ± standard deviation" in text
+    (tmp_path / "results/runs/digits/mc-dropout/seed-1.json").unlink()
+    evidence.write("table1-digits")
+    assert "fewer seeds: mc-dropout (0)" in (tmp_path / "results/table1-digits.md").read_text()
 
 
-def test_tables_made_in_parts_are_joined_as_if_made_at_once(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(join, "RESULTS", tmp_path)
-    parts = {"a": [part("deep", {2: 0.5, 1: 0.7}), part("other", {0: 0.8})], "b": [part("deep", {0: 0.9})]}
-    for folder, rows in parts.items():
-        (tmp_path / "parts" / folder).mkdir(parents=True)
-        document = {"about": {"command": f"plures {folder}", "machine": "one"}, "rows": rows}
-        (tmp_path / "parts" / folder / "table.json").write_text(json.dumps(document))
-    join.main(["table"])
-    found = json.loads((tmp_path / "table.json").read_text())
-    deep, other = found["rows"]
-    assert (deep["seeds"], deep["metrics"]["accuracy"]["values"]) == ([0, 1, 2], [0.9, 0.7, 0.5])
-    assert deep["metrics"]["accuracy"]["mean"] == pytest.approx(0.7)
-    assert deep["metrics"]["accuracy"]["deviation"] == pytest.approx(0.2)
-    assert (other["seeds"], other["metrics"]["accuracy"]["deviation"]) == ([0], None)
-    text = (tmp_path / "table.md").read_text()
-    assert "| deep | 70.0 ± 20.0 |" in text
-    assert "fewer seeds: other 0" in text
-    assert "commands: plures a; plures b" in text
-    with pytest.raises(PluresError, match="deep has a seed in more than one part"):
-        join.joined([part("deep", {0: 0.5}), part("deep", {0: 0.5})])
-    with pytest.raises(PluresError, match="other failed with seed 1: NaN"):
-        join.joined([part("other", {0: 0.5}, ("seed 1: NaN",))])
+def test_rows_of_the_evidence_have_the_figures_of_the_paper_that_belong_to_them() -> None:
+    known = {one.name: evidence.paper_name(one) for one in evidence.METHODS}
+    assert known["deep-ensemble"] == "deep-ensemble"
+    assert known["orthogonal-dropout, as published"] == "orthogonal-dropout"
+    assert known["orthogonal-dropout"] is None
+    assert known["packed-ensemble, mean of the losses"] is None
+    for path in sorted((evidence.RESULTS / "runs").rglob("*.json")):
+        assert any(evidence.kept_path(job) == path for one in evidence.WANTED for job in one.jobs(Path())), (
+            f"no table has {path}"
+        )

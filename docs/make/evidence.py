@@ -1,0 +1,171 @@
+"""Make the tables at the cpu scale, which take more hours than one sitting has: run by run, on any machine.
+
+    python docs/make/evidence.py --data-dir data                 # make what is missing, in order of its worth
+    python docs/make/evidence.py --data-dir data --only table3   # only the runs of some tables
+    python docs/make/evidence.py --tables                        # make no run; tables of what there is
+
+`WANTED` lists the runs. The figures of a finished run are kept in docs/results/runs, in the layout of run folders:
+another machine goes on where this one stopped. Interrupted runs are resumed. `--tables` also keeps the figures of runs
+that finished while others go on. The tables go to docs/results; `make docs` puts them into docs/results.md.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plures import files
+from plures.lab.compare import table
+from plures.lab.compare.compare import make_runs
+from plures.lab.compare.jobs import Comparison, Job, Variant
+from plures.lab.compare.pool import is_done
+from plures.lab.compare.rows import Finished, Row, with_costs
+from plures.lab.paper.published import TABLE1, paper_data
+from plures.lab.paper.targets import AS_PUBLISHED, TARGETS
+from plures.lab.recipes import get_recipe
+from plures.lab.timing.costs import Costs
+from plures.lab.timing.machine import machine
+from plures.lab.training.progress import duration
+
+RESULTS = Path(__file__).parent.parent / "results"
+SINGLE, PACKED, SPLIT, DEEP, BATCH = map(
+    Variant, ("deterministic", "packed-ensemble", "orthogonal-dropout", "deep-ensemble", "batch-ensemble")
+)
+MEAN = Variant("packed-ensemble", ("reduction=mean",), label="packed-ensemble, mean of the losses")
+METHODS = (*TARGETS["table1"].variants("cifar10-cpu"), MEAN)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Runs that a table needs."""
+
+    table: str
+    recipe: str
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...] = (0,)
+
+    def jobs(self, runs: Path) -> list[Job]:
+        """List the runs."""
+        return Comparison(self.recipe, get_recipe(self.recipe), self.variants, self.seeds).jobs(runs)
+
+
+# In order of worth: the claim itself with three seeds, then whether it holds elsewhere, then what the parts contribute.
+WANTED = (
+    Wanted("table1-cifar10-cpu", "cifar10-cpu", (SPLIT, DEEP, SINGLE), (0, 1, 2)),
+    Wanted("table1-cifar100-cpu", "cifar100-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
+    Wanted("table1-tiny-imagenet-cpu", "tiny-imagenet-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
+    Wanted("table1-cub200-cpu", "cub200-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
+    Wanted("width-cifar10-half-cpu", "cifar10-half-cpu", (SINGLE, SPLIT, DEEP)),
+    Wanted("table3-cifar10-cpu", "cifar10-cpu", TARGETS["table3"].variants("cifar10-cpu")),
+    Wanted("table1-cifar10-cpu", "cifar10-cpu", (PACKED, AS_PUBLISHED, BATCH), (0, 1, 2)),
+    Wanted("table1-cifar10-cpu", "cifar10-cpu", METHODS),
+    Wanted("table1-cifar100-cpu", "cifar100-cpu", (SPLIT,)),
+    Wanted("table1-tiny-imagenet-cpu", "tiny-imagenet-cpu", (SPLIT,)),
+    Wanted("table1-cub200-cpu", "cub200-cpu", (SPLIT,)),
+)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Make the runs that are missing, keep their figures, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TABLE", help="tables whose names begin like this")
+    parser.add_argument("--tables", action="store_true", help="make no run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--jobs", type=int, help="runs at a time; one per core if not given")
+    asked = parser.parse_args(words)
+    wanted = [one for one in WANTED if one.table.startswith(tuple(asked.only))]
+    jobs = {kept_path(job): job for one in wanted for job in one.jobs(asked.runs)}
+    missing = [job for path, job in jobs.items() if not path.is_file()]
+    try:
+        if missing and not asked.tables:
+            make_runs(missing, asked.jobs, asked.data_dir, "here")
+    finally:  # even if somebody lost patience
+        for job in filter(is_done, missing):
+            keep(job)
+    for name in dict.fromkeys(one.table for one in wanted):
+        write(name)
+
+
+def kept_path(job: Job) -> Path:
+    """Say where the figures of a run are kept."""
+    return RESULTS / "runs" / job.recipe_name / job.variant.folder / f"seed-{job.recipe.seed}.json"
+
+
+def keep(job: Job) -> None:
+    """Keep the figures of a finished run; what it costs does not depend on its seed."""
+    path, run = kept_path(job), Finished.read(job.run)
+    costs = next((found["costs"] for found in map(read, sorted(path.parent.glob("*.json")))), None)
+    if costs is None:
+        (row,) = with_costs([Row(job.variant.name, (run,))])
+        costs = vars(row.costs)
+    figures = {key: run.metrics[key] for key in (*table.FILED, "member_accuracies") if key in run.metrics}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"machine": ", ".join(f"{key} {value}" for key, value in machine().items()), "costs": costs}
+    files.write(path, (json.dumps(document | {"metrics": figures}, indent=2) + "\n").encode())
+
+
+def read(path: Path) -> Any:
+    """Read the figures of a run."""
+    return json.loads(path.read_text())
+
+
+class Kept(Finished):
+    """A run of which only the figures were kept."""
+
+    @property
+    def method(self) -> str:
+        """The method, as on the command line."""
+        return str(self.config["method"])
+
+
+def write(name: str) -> None:
+    """Write a table of all runs that were kept for it."""
+    wanted = [one for one in WANTED if one.table == name]
+    recipe, target = wanted[0].recipe, TARGETS.get(name.partition("-")[0])
+    order = target.variants(recipe) if target else wanted[0].variants
+    chosen = dict.fromkeys((*order, *(variant for one in wanted for variant in one.variants)))
+    paper = (target.paper if target and target.paper else TABLE1).get(paper_data(get_recipe(recipe).data), {})
+    rows: list[Row] = []
+    machines: dict[str, None] = {}
+    for variant in chosen:
+        paths = sorted((RESULTS / "runs" / recipe / variant.folder).glob("seed-*.json"))
+        kept = {int(path.stem.removeprefix("seed-")): read(path) for path in paths}
+        machines |= {one["machine"]: None for one in kept.values()}
+        if kept:
+            runs = tuple(
+                Kept(Path(), {"recipe": {"seed": seed}, "method": variant.method}, one["metrics"])
+                for seed, one in kept.items()
+            )
+            published = paper.get(variant.name if target and target.paper else paper_name(variant))
+            rows.append(Row(variant.name, runs, Costs(**next(iter(kept.values()))["costs"]), published))
+    if rows:
+        columns = target.columns if target else table.columns
+        table.write(RESULTS, name, rows, columns(rows), about(rows, machines) | (target.notes if target else {}))
+        print(f"{name}: {sum(len(row.runs) for row in rows)} runs in {len(rows)} rows")
+
+
+def paper_name(variant: Variant) -> str | None:
+    """Say which row of the paper's table 1 has the same form; None for ours, of which it has none."""
+    if variant == AS_PUBLISHED:
+        return variant.method
+    return variant.method if variant.method != AS_PUBLISHED.method and not variant.settings else None
+
+
+def about(rows: Sequence[Row], machines: Iterable[str]) -> dict[str, str]:
+    """Say how the rows came about, and which have fewer seeds than others."""
+    most = max(len(row.runs) for row in rows)
+    fewer = [f"{row.name} ({', '.join(str(run.seed) for run in row.runs)})" for row in rows if len(row.runs) < most]
+    seconds = sum(sum(row.values("seconds")) for row in rows)
+    return {
+        **({"fewer seeds": "; ".join(fewer)} if fewer else {}),
+        "command": "python docs/make/evidence.py --data-dir DATA",
+        "training time of all runs, one core each": duration(seconds),
+        "machines": "; ".join(machines),
+    }
+
+
+if __name__ == "__main__":
+    main()
