@@ -2,9 +2,11 @@ import dataclasses
 import io
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import datasets
@@ -525,14 +527,23 @@ def test_remains_of_a_killed_process_do_no_harm(bugs, tmp_path):
     assert not (file.parent / "rubbish").exists()
 
 
+def tell_the_fingerprint(home, begin, pipe):
+    begin.wait()
+    pipe.send(open_data("bugs", data_dir=home).fingerprint)
+
+
 def test_two_processes_at_the_same_time_share_one_cache(bugs, tmp_path):
-    code = f"from plures.lab.data import open_data; print(open_data('bugs', data_dir={str(bugs)!r}).fingerprint)"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
-        for _ in range(2)
-    ]
-    answers = {process.communicate()[0].strip() for process in running}
+    fork = multiprocessing.get_context("fork")  # a new process would import for seconds what this one has
+    begin, pipes = fork.Barrier(2), [fork.Pipe(duplex=False) for _ in range(2)]
+    running = [fork.Process(target=tell_the_fingerprint, args=(bugs, begin, there)) for _, there in pipes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # forking beside threads is no error here
+        for process in running:
+            process.start()
+    for process in running:
+        process.join()
+    assert [process.exitcode for process in running] == [0, 0]
+    answers = {here.recv() for here, _ in pipes}
     assert answers == {open_data("bugs", data_dir=bugs).fingerprint}
     assert len(cache_files(tmp_path)) == 1
 

@@ -3,35 +3,39 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock, Timeout
 
 from plures.errors import PluresError
 from plures.lab.cli.main import main
+from plures.lab.compare import compare as compare_module
 from plures.lab.compare import pool as pool_module
 from plures.lab.compare.jobs import Job, Variant
 from plures.lab.compare.pool import OnRay, Processes
 from plures.lab.compare.worker import OUTPUT
 from plures.lab.recipes import Epochs
 from plures.lab.runs.folder import RunFolder
-from short import SHORT, SHORT_WORDS
+from short import SHORT, SHORT_WORDS, pool_here
 
 ENDLESS = [*SHORT_WORDS[:-1], "1000000"]
 
-MINE = """
+SETS_OUT = "a herd sets out"
+MINE = f"""
 from pathlib import Path
 
 import plures
@@ -39,7 +43,7 @@ import plures
 
 class Herd(plures.DeepEnsemble):
     def open(self, step):
-        print("a herd sets out")
+        print("{SETS_OUT}")
         Path("gate").read_text()  # waits as long as it is a pipe
         return super().open(step)
 
@@ -100,66 +104,121 @@ gc.collect = collect
 """
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Two processes, where libraries print while they are imported."""
-    folder = tmp_path_factory.mktemp("noise")
-    (folder / "sitecustomize.py").write_text(NOISE)
+# Neither torch nor training: a process that starts at once, and a run that is made, or never ends, as the recipe says.
+STUBS = """
+import signal
+import sys
+from types import ModuleType, SimpleNamespace
+
+
+def train(recipe, method, run, **_):
+    (run / "log.jsonl").touch()
+    while recipe.epochs.train > 1000:
+        signal.pause()
+    for name in ("ensemble.safetensors", "metrics.json"):
+        (run / name).touch()
+
+
+torch, fit = ModuleType("torch"), ModuleType("plures.lab.training.fit")
+torch.cuda = SimpleNamespace(empty_cache=lambda: None)
+fit.train = train
+sys.modules |= {"torch": torch, "plures.lab.training.fit": fit}
+"""
+
+
+@contextlib.contextmanager
+def starting_with(program: str, folder: Path) -> Iterator[None]:
+    """Let processes of a pool run a program before all else."""
+    (folder / "sitecustomize.py").write_text(program)
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    with pytest.MonkeyPatch.context() as patch, Processes(2, None) as pool:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_module, "_environment", lambda slot: {**os.environ, "PYTHONPATH": paths})
+        yield
+
+
+@pytest.fixture
+def light(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Two processes that import no torch: for tests of what becomes of processes, whatever they do."""
+    with starting_with(NOISE + STUBS, tmp_path_factory.mktemp("stubs")), Processes(2, None) as pool:
         yield pool
 
 
-def test_a_killed_process_fails_its_own_run_only(pool: Processes, tmp_path: Path) -> None:
-    never = pool.submit(endless(tmp_path))
+@dataclass(frozen=True)
+class Trained:
+    """A process that trained the same runs twice, in another order."""
+
+    pool: Processes
+    rounds: list[dict[str, tuple[bytes, dict[str, Any]]]]  # what came of each method
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    methods, rounds = ["orthogonal-dropout", "mc-dropout", "batch-ensemble"], []
+    with starting_with(NOISE, tmp_path_factory.mktemp("noise")), Processes(1, None) as pool:
+        for order in (methods, methods[::-1]):  # no method comes after the same one again
+            jobs = {method: job(tmp_path_factory.mktemp("runs"), method, method) for method in order}
+            processes = set()
+            for one in jobs.values():
+                assert pool.submit(one).result() is None
+                assert (one.run / OUTPUT).read_text().count("epoch") >= 2
+                processes |= pool._running
+            assert len(processes) == 1
+            rounds.append({method: bytes_and_figures(one.run) for method, one in jobs.items()})
+        yield Trained(pool, rounds)
+
+
+def test_a_killed_process_fails_its_own_run_only(light: Processes, tmp_path: Path) -> None:
+    never = light.submit(endless(tmp_path))
     wait_for_its_first_epoch(endless(tmp_path).run, never)
-    (process,) = pool._running
-    assert pool.submit(job(tmp_path, "short")).result() is None
+    (process,) = light._running
+    assert light.submit(job(tmp_path, "short")).result() is None
     process.kill()
     assert never.result() == "its process was ended by SIGKILL"
 
 
-def test_processes_stay_and_no_run_depends_on_those_before_it(pool: Processes, tmp_path: Path) -> None:
-    methods = ("orthogonal-dropout", "mc-dropout", "batch-ensemble")  # which take turns in the two processes
-    rounds = []
-    for name in ("first", "second"):
-        jobs = [job(tmp_path, f"{name}-{method}", method) for method in methods]
-        assert [pool.submit(one).result() for one in jobs] == [None] * 3
-        rounds.append([bytes_and_figures(one.run) for one in jobs])
-        assert all((one.run / OUTPUT).read_text().count("epoch") >= 2 for one in jobs)
-        assert len(pool._running) == 2
-    assert rounds[0] == rounds[1]
-
-
-def test_a_process_that_ends_while_it_waits_fails_no_run(pool: Processes, tmp_path: Path) -> None:
-    assert pool.submit(job(tmp_path, "before")).result() is None
-    ended = set(pool._running)
+def test_a_process_that_ends_while_it_waits_fails_no_run(light: Processes, tmp_path: Path) -> None:
+    for name in ("before", "also before"):
+        assert light.submit(job(tmp_path, name)).result() is None
+    ended = set(light._running)
+    assert len(ended) == 2
     for process in ended:
         process.kill()
         process.wait()
-    assert pool.submit(job(tmp_path, "short")).result() is None
-    assert len(pool._running - ended) == 1
-    assert len(ended - pool._running) == 1
-
-
-def test_a_run_that_another_process_makes_is_left_alone(pool: Processes, tmp_path: Path) -> None:
-    taken = job(tmp_path, "taken")
-    with RunFolder(taken.run).locked():
-        (taken.run / OUTPUT).write_text("what the other says\n")
-        reason = pool.submit(taken).result()
-    assert reason is not None
-    assert "another process is working in the run folder" in reason
-    assert "what the other says" in (taken.run / OUTPUT).read_text()
+    assert light.submit(job(tmp_path, "short")).result() is None
+    assert len(light._running - ended) == 1
+    assert len(ended - light._running) == 1
 
 
 def test_a_process_that_crashes_after_its_run_is_made_fails_no_run(
-    pool: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    light: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("crash").touch()
-    assert pool.submit(job(tmp_path, "short")).result() is None
+    assert light.submit(job(tmp_path, "short")).result() is None
     assert not Path("crash").exists()
+
+
+def test_code_of_the_users_own_gets_no_other_run_into_its_process(light: Processes, tmp_path: Path) -> None:
+    for name in ("before", "also before"):
+        assert light.submit(job(tmp_path, name)).result() is None
+    before = set(light._running)
+    assert light.submit(job(tmp_path, "own", "mine:Herd")).result() is None
+    (ended,) = before - light._running
+    assert ended.poll() is not None
+
+
+def test_processes_stay_and_no_run_depends_on_those_before_it(trained: Trained) -> None:
+    assert trained.rounds[0] == trained.rounds[1]
+
+
+def test_a_run_that_another_process_makes_is_left_alone(trained: Trained, tmp_path: Path) -> None:
+    taken = job(tmp_path, "taken")
+    with RunFolder(taken.run).locked():
+        (taken.run / OUTPUT).write_text("what the other says\n")
+        reason = trained.pool.submit(taken).result()
+    assert reason is not None
+    assert "another process is working in the run folder" in reason
+    assert "what the other says" in (taken.run / OUTPUT).read_text()
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -173,37 +232,62 @@ def test_leaving_the_pool_ends_its_processes(tmp_path: Path, begun: bool) -> Non
     assert all(process.poll() is not None for process in started)
 
 
-def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
-    run, over = RunFolder(tmp_path / "digits/deterministic/seed-0"), threading.Event()
+@contextlib.contextmanager
+def a_signal(number: signal.Signals, ready: Callable[[], bool]) -> Iterator[None]:
+    """Send a signal to this process as soon as something is so."""
+    over = threading.Event()
 
-    def end_it() -> None:
-        while not run.log.exists():
+    def send() -> None:
+        while not ready():
             if over.wait(0.05):
                 return
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    ending = threading.Thread(target=end_it)
-    ending.start()
+    sending = threading.Thread(target=send)
+    sending.start()
     try:
-        with pytest.raises(SystemExit) as end:
-            main(["compare", "digits", "--methods", "deterministic", "--runs", str(tmp_path), *ENDLESS])
+        yield
     finally:
         over.set()
-        ending.join()
+        sending.join()
+
+
+@pytest.mark.usefixtures("light")
+def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "digits/deterministic/seed-0")
+    words = ["compare", "digits", "--methods", "deterministic", "--runs", str(tmp_path), *ENDLESS]
+    with a_signal(signal.SIGTERM, run.log.exists), pytest.raises(SystemExit) as end:
+        main(words)
     assert end.value.code == 143
     with run.locked():  # nobody is at work there any more
         pass
 
 
+def forked(words: list[str], said: Path) -> ForkProcess:
+    """Give a command in a process of its own, which has what this one has imported."""
+
+    def give() -> None:
+        torch.set_num_threads(1)  # threads are not forked
+        with said.open("w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            sys.exit(main(words))
+
+    process = multiprocessing.get_context("fork").Process(target=give)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # there, a warning of somebody else's code is no error
+        process.start()
+    return process
+
+
 def test_runs_end_when_their_comparison_was_killed(tmp_path: Path) -> None:
-    words = ["compare", "digits", "--methods", "deterministic", *ENDLESS]
-    run = tmp_path / "runs/digits/deterministic/seed-0"
-    process = subprocess.Popen([sys.executable, "-m", "plures", *words], cwd=tmp_path)
+    words = ["compare", "digits", "--methods", "deterministic", "--runs", str(tmp_path), *ENDLESS]
+    run = tmp_path / "digits/deterministic/seed-0"
+    process = forked(words, tmp_path / "said")
     while not (run / "log.jsonl").exists():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            pytest.fail(f"ended with {process.wait(timeout=0.1)}")
+        process.join(0.1)
+        assert process.exitcode is None, (tmp_path / "said").read_text()
     process.kill()
-    process.wait()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     lock, before = FileLock(run / ".lock"), len((run / "log.jsonl").read_bytes().splitlines())
     while not lock.is_locked:  # its process is at work: it may be slow to hear of it, but not to train on
         with contextlib.suppress(Timeout):
@@ -217,7 +301,7 @@ class Compared:
     """A comparison that was interrupted after its first run, and then finished."""
 
     folder: Path
-    code: int  # of the first process
+    code: int  # of the interrupted command
     done: dict[Path, int]  # what it left, and from when
     said: str  # by the one that went on
     results: dict[str, Any]
@@ -227,23 +311,24 @@ class Compared:
 def compared(workplace: Path) -> Compared:
     words = ["compare", "digits", "--methods", "deterministic", "mine:Herd:classifier=fixed", *SHORT_WORDS]
     words += ["--jobs", "1"]
-    # A shell lets what it starts in the background ignore interrupts, and tests may be run so.
-    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    herd = Path("runs/digits/mine-herd-classifier=fixed/seed-0", OUTPUT)
     os.mkfifo("gate")  # the second run waits there
-    command = [sys.executable, "-m", "plures", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listening) as process:
-        assert process.stderr is not None
-        while "[1/2]" not in (line := process.stderr.readline()):
-            assert line, "ended before the first run was made"
-        process.send_signal(signal.SIGINT)
-        process.communicate()
+    # A shell lets what it starts in the background ignore interrupts, and tests may be run so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with a_signal(signal.SIGINT, lambda: herd.exists() and SETS_OUT in herd.read_text()):
+            interrupted, _, _ = here(*words)
+    finally:
+        signal.signal(signal.SIGINT, before)
     done = made(workplace)
     Path("gate").unlink()
     Path("gate").touch()
-    code, out, err = here(*words, "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_module, "_pool", pool_here)
+        code, out, err = here(*words, "--json")  # is refused if the process of the second run is still at work
     assert code == 0, err
-    results = json.loads(out[out.index("{") :])  # after what the herd says while its costs are measured
-    return Compared(workplace, process.returncode, done, err, results)
+    results = json.loads(out[out.index("{") :])  # after what the herd says
+    return Compared(workplace, interrupted, done, err, results)
 
 
 def here(*words: str) -> tuple[int, str, str]:
@@ -273,7 +358,7 @@ def test_a_method_of_another_package_joins_a_comparison_and_its_report(compared:
     assert row["name"] == "herd classifier=fixed"
     assert len(row["member_accuracies"][0]) == 2
     assert row["costs"]["size"] == pytest.approx(2, rel=0.1)
-    assert "a herd sets out" in Path("runs/digits/mine-herd-classifier=fixed/seed-0", OUTPUT).read_text()
+    assert SETS_OUT in Path("runs/digits/mine-herd-classifier=fixed/seed-0", OUTPUT).read_text()
     assert here("report", "runs/digits")[0] == 0
     html = Path("report.html").read_text()
     assert "herd classifier=fixed" in html
@@ -283,19 +368,23 @@ def test_a_method_of_another_package_joins_a_comparison_and_its_report(compared:
     assert "Flock" in err.splitlines()[-1]
 
 
-def test_ray_gives_the_same_results_and_names_what_failed(pool: Processes, workplace: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("workplace")
+def test_ray_gives_the_same_results_and_names_what_failed(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
-    ours = job(tmp_path, "here", "orthogonal-dropout")
-    assert pool.submit(ours).result() is None
+    monkeypatch.setattr(compare_module, "with_costs", lambda rows: rows)  # they are measured here, not by Ray
     words = ["compare", "digits", "--methods", "mine:Lost", "orthogonal-dropout", *SHORT_WORDS, "--jobs", "1"]
-    there = [sys.executable, "-m", "plures", *words, "--runs", str(tmp_path / "ray"), "--on", "ray"]
-    ray = subprocess.run(there, capture_output=True, text=True)
-    if "Ray did not start in half a minute" in ray.stderr:
+    ray = forked([*words, "--runs", str(tmp_path / "ray"), "--on", "ray"], tmp_path / "said")
+    ray.join()
+    said = (tmp_path / "said").read_text()
+    if "Ray did not start in half a minute" in said:
         pytest.skip("the machine is so busy that Ray gave up on its own processes")
-    assert ray.returncode == 2
-    assert "2 to make" in ray.stderr
-    assert "the way was lost" in ray.stderr
-    assert bytes_and_figures(tmp_path / "ray/digits/orthogonal-dropout/seed-0") == bytes_and_figures(ours.run)
+    assert ray.exitcode == 2, said
+    assert "2 to make" in said
+    assert "the way was lost" in said
+    there = bytes_and_figures(tmp_path / "ray/digits/orthogonal-dropout/seed-0")
+    assert there == trained.rounds[0]["orthogonal-dropout"]
 
 
 def test_a_ray_that_does_not_start_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

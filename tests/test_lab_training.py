@@ -5,13 +5,14 @@ import errno
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
+import warnings
 import weakref
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,14 @@ import pytest
 import torch
 from accelerate.tracking import GeneralTracker
 from torch import nn
+from torch.distributed import run as torchrun
 from torch.nn import functional as F
 
 import plures
 from plures import PluresError
 from plures.lab.data import Data, DataInfo, Split
 from plures.lab.recipes import Epochs, Recipe
+from plures.lab.runs import config as config_module
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.checkpoint import Position, pack, position_of, prime, unpack
 from plures.lab.training.distributed import Processes
@@ -94,6 +97,34 @@ def little_garbage():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_asking():
+    """Asking git and the packages for their versions also takes longer than training a stage: once is enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_module, "environment", cache(config_module.environment))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Sums in another order have other bits; and threads are not forked."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(target, *args):
+    """Start a process that has what this one has imported, which takes seconds."""
+    # Where torch has devices, its gradients do not survive a fork.
+    context = multiprocessing.get_context("spawn" if torch.accelerator.is_available() else "fork")
+    process = context.Process(target=target, args=args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # there, a warning of somebody else's code is no error
+        process.start()
+    return process
 
 
 class Killed(BaseException):
@@ -273,26 +304,30 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, monkeypatch, chang
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+def train_and_tell(run, pipe):
+    torch.set_num_threads(1)
+    train(run, trackers=[Telling(pipe)])
+
+
 def test_a_killed_process_is_continued_by_another(tmp_path, uninterrupted):
     run = tmp_path / "run"
-    code = f"import test_lab_training as t, sys\nt.train({str(run)!r}, trackers=[t.Announcing()])\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = start(train_and_tell, run, there)
+    there.close()  # so that the end of the process would be heard
     for _ in range(4):
-        assert "epoch" in process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+        assert here.recv() == "epoch"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not RunFolder(run).finished
     train(run)
     assert_same_run(run, uninterrupted)
 
 
-class Announcing(GeneralTracker):
-    """Print a line after each epoch that is saved."""
+class Listening(GeneralTracker):
+    """Keep what is told after each epoch."""
 
-    name = "announcing"
+    name = "listening"
     requires_logging_directory = False
     tracker = None
 
@@ -305,7 +340,19 @@ class Announcing(GeneralTracker):
 
     def log(self, values, step, **kwargs):
         self.steps.append((step, values))
-        print("epoch", step, flush=True)
+
+
+class Telling(Listening):
+    """Say after each epoch that it is saved, and wait for the end before the last one."""
+
+    def __init__(self, pipe):
+        super().__init__()
+        self.pipe = pipe
+
+    def log(self, values, step, **kwargs):
+        self.pipe.send("epoch")
+        while step == 8:
+            signal.pause()
 
 
 def test_a_network_that_is_drawn_anew_does_not_change_the_rest_of_a_run(tmp_path, uninterrupted, monkeypatch):
@@ -392,17 +439,21 @@ def test_a_run_goes_on_with_the_threads_that_it_was_begun_with(tmp_path, monkeyp
         seen.append(torch.get_num_threads())
         return F.cross_entropy(logits, targets)
 
-    here = torch.get_num_threads()
+    def go():  # a short run: two threads on two busy cores spend their time waiting for each other
+        few = dataclasses.replace(RECIPE, epochs=Epochs(train=2))
+        train(tmp_path / "run", plures.Deterministic(make_network(), loss=loss), few, make_data(train=16))
+
     try:
         torch.set_num_threads(2)
-        with dying_after(monkeypatch, epochs=2):
-            train(tmp_path / "run", orthogonal(loss=loss))
+        with dying_after(monkeypatch, epochs=1):
+            go()
         torch.set_num_threads(1)
         with caplog.at_level(logging.WARNING, "plures"):
-            train(tmp_path / "run", orthogonal(loss=loss))
+            go()
         assert torch.get_num_threads() == 1
     finally:
-        torch.set_num_threads(here)
+        torch.set_num_threads(1)
+    assert len(seen) >= 2
     assert set(seen) == {2}
     assert "started with 2 threads" in caplog.text
     assert RunFolder(tmp_path / "run").config()["environment"]["threads"] == 2
@@ -412,7 +463,7 @@ def test_a_run_goes_on_with_the_threads_that_it_was_begun_with(tmp_path, monkeyp
 def test_the_ensemble_keeps_its_loss_while_right_answers_are_counted(method):
     ensemble, losses = getattr(plures, method)(make_network()), []
 
-    class Looking(Announcing):
+    class Looking(Listening):
         def log(self, values, step, **kwargs):
             losses.append(ensemble.loss)
             assert any(key.endswith("train_accuracy") for key in values)
@@ -532,7 +583,7 @@ def test_half_precision_of_the_other_kind_needs_a_gpu():
 
 
 def test_trackers_get_every_epoch_and_missing_ones_are_named(tmp_path):
-    tracker = Announcing()
+    tracker = Listening()
     train(trackers=[tracker])
     assert [step for step, _ in tracker.steps] == list(range(1, 10))
     assert "member 0 pretrain/loss" in tracker.steps[0][1]
@@ -555,7 +606,7 @@ def train_one_step(monkeypatch, recipe, ensemble=None):
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     recipe = dataclasses.replace(recipe, epochs=Epochs(train=1), batch_size=64)
-    tracker = Announcing()
+    tracker = Listening()
     train(ensemble=ensemble or plures.Deterministic(make_network()), recipe=recipe, trackers=[tracker])
     return seen, tracker.steps[0][1]
 
@@ -657,7 +708,7 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.training.fit import fit
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-words = ["--width", "32", "--epochs.train", "1", "--folder", str(folder / "command")]
+words = ["--width", "32", "--limit", "120", "--epochs.train", "1", "--folder", str(folder / "command")]
 assert main(["train", "digits", "--method", "deterministic", *words]) == 0
 if rank != "0":
     files.write = RunFolder.append_record = RunFolder.clean = lambda *_: sys.exit("the second process writes")
@@ -666,18 +717,28 @@ plures.save(ensemble, folder / f"rank{rank}.safetensors")
 again = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)
 assert again.trained == [0, 1]
 """
+
+
+def launch(words, said):
+    """Do what torchrun does, and write all that is printed to a file."""
+    with said.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    torchrun.main(words)
+
+
 LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=3, prune=1, finetune=3))
 
 
 def test_two_processes_train_what_one_would_and_end_quietly(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(script), str(tmp_path)]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    launcher = start(launch, ["--standalone", "--nproc_per_node=2", str(script), str(tmp_path)], tmp_path / "said")
+    launcher.join()
+    said = (tmp_path / "said").read_text()
+    assert launcher.exitcode == 0, said
+    assert "Traceback" not in said
     assert (tmp_path / "command/metrics.json").is_file()
     ranks = [(tmp_path / f"rank{rank}.safetensors").read_bytes() for rank in range(2)]
     assert ranks[0] == ranks[1] == RunFolder(tmp_path / "run").ensemble.read_bytes()

@@ -1,9 +1,11 @@
 """Stages of orthogonal dropout in other people's hands: compiled, in several processes, with any kind of layer."""
 
 import logging
-import subprocess
-import sys
+import multiprocessing
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,43 +205,47 @@ def trained(ensemble: plures.Ensemble) -> plures.Ensemble:
     return ensemble
 
 
-PROCESSES = """
-import sys, torch, plures
-from pathlib import Path
-from torch import nn
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-torch.distributed.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-for classifier in (None, "fixed"):
-    torch.manual_seed(rank)  # the mistake: each process draws another network
-    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    ensemble = plures.OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 8), torch.arange(8) % 3
-    try:
-        for stage in ensemble.stages():
-            ddp = nn.parallel.DistributedDataParallel(stage)
-            optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
-            for _ in range(3):
-                optimizer.zero_grad(); ddp(x, y).backward(); optimizer.step()
-        said = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
-    except plures.PluresError as error:
-        said = f"refused {error}"
-    Path(folder, "said", f"{classifier}-{rank}").write_text(said)
-torch.distributed.destroy_process_group()
-"""
+def in_a_process(folder: Path, rank: int) -> None:
+    """Train in one of two processes, and write down what came of it."""
+    torch.set_num_threads(1)  # threads are not forked
+    torch.distributed.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    for classifier in (None, "fixed"):
+        torch.manual_seed(rank)  # the mistake: each process draws another network
+        network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        ensemble = OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
+        torch.manual_seed(0)
+        x, y = torch.randn(8, 8), torch.arange(8) % 3
+        try:
+            for stage in ensemble.stages():
+                ddp = nn.parallel.DistributedDataParallel(stage)
+                optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    ddp(x, y).backward()
+                    optimizer.step()
+            told = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
+        except PluresError as error:
+            told = f"refused {error}"
+        (folder / "said" / f"{classifier}-{rank}").write_text(told)
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What two processes said in the end, by the classifier and the process."""
     folder = tmp_path_factory.mktemp("processes")
-    (folder / "train.py").write_text(PROCESSES)
     (folder / "said").mkdir()
-    command = [sys.executable, str(folder / "train.py"), str(folder)]
-    both = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    # Importing torch takes seconds; but where it has devices, its gradients do not survive a fork.
+    context = multiprocessing.get_context("spawn" if torch.accelerator.is_available() else "fork")
+    both = [context.Process(target=in_a_process, args=(folder, rank)) for rank in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # there, a warning of somebody else's code is no error
+        for process in both:
+            process.start()
 
-    def wait_for(process: subprocess.Popen[bytes]) -> None:
-        if process.wait():  # the other would wait for it
+    def wait_for(process: BaseProcess) -> None:
+        process.join()
+        if process.exitcode:  # the other would wait for it
             for one in both:
                 one.kill()
 
