@@ -11,10 +11,6 @@ from sklearn.metrics import accuracy_score, average_precision_score, log_loss, r
 from plures import metrics
 from plures.errors import PluresError
 
-with warnings.catch_warnings():  # some versions warn about optional packages while they are imported
-    warnings.simplefilter("ignore")
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
 ON_TARGETS = [metrics.accuracy, metrics.nll, metrics.brier, metrics.ece, metrics.aurc, metrics.temperature]
 reproducible = settings(derandomize=True, max_examples=60)
 
@@ -58,6 +54,10 @@ def test_accuracy_nll_and_brier_equal_scikit_learn_and_numpy(case):
 @reproducible
 @given(cases, st.sampled_from([1, 2, 10, 15, 100]))
 def test_ece_equals_torchmetrics(case, bins):
+    with warnings.catch_warnings():  # some versions warn about optional packages while they are imported
+        warnings.simplefilter("ignore")
+        from torchmetrics.functional.classification import multiclass_calibration_error
+
     probabilities, targets = torch.tensor(case[0]), torch.tensor(case[1])
     # They round to float32 and give a bin its lower edge, where we give it its upper: stay away from the edges.
     places = probabilities.amax(1) * bins
