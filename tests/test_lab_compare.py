@@ -31,7 +31,7 @@ from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.costs import Costs, measured_costs, relative
-from plures.lab.timing.measure import one_thread
+from plures.lab.timing.harness import one_thread
 from short import METHODS, SHORT, SHORT_WORDS, pool_here
 
 

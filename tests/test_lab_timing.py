@@ -17,9 +17,9 @@ from torch import nn
 from plures.lab.method_names import kebab
 from plures.lab.models import resnet8
 from plures.lab.recipes import get_recipe
-from plures.lab.timing import bench, costs, estimates, owned, size, speed
+from plures.lab.timing import bench, costs, estimates, owned_engine, size, speed
 from plures.lab.timing.costs import MethodCost
-from plures.lab.timing.measure import CLASSES, LeftOut, Ratio, Subject, finished, images, race, timed
+from plures.lab.timing.harness import CLASSES, LeftOut, Ratio, Subject, finished, images, race, timed
 from plures.lab.timing.size import allocator_peak, memory_ratios
 from plures.lab.timing.speed import TextbookTopK, affordable_ratios, bf16_ratio, data_ratios, stacked
 from plures.methods.orthogonal_dropout.masks import TopK
@@ -109,9 +109,9 @@ def test_resident_memory_is_measured(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 def test_memory_of_the_owned_engine_is_its_weights_and_scratch(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(owned, "held", lambda network: 1000)
-    monkeypatch.setattr(owned, "owned_memory", lambda subject, granularity, rounds: [1300, 1500, 1400])
-    ratio = owned.memory_ratio(SMALL, "kernel", bar=1.3)
+    monkeypatch.setattr(owned_engine, "held", lambda network: 1000)
+    monkeypatch.setattr(owned_engine, "owned_memory", lambda subject, granularity, rounds: [1300, 1500, 1400])
+    ratio = owned_engine.memory_ratio(SMALL, "kernel", bar=1.3)
     assert (ratio.value, ratio.low, ratio.high, ratio.met) == (1.4, 1.3, 1.5, False)
     assert "less the tensors of that batch" in ratio.setting
     monkeypatch.setattr(size, "CLEAR_REFS", tmp_path / "absent")
@@ -151,7 +151,7 @@ def test_what_would_take_too_long_is_left_out_with_the_reason(monkeypatch) -> No
         return iter(())
 
     monkeypatch.setattr(speed, "prediction_ratios", predicted)
-    monkeypatch.setattr(speed.measure, "timed", lambda actions, rounds: [[0.05, 0.04]])  # 0.2 s for five
+    monkeypatch.setattr(speed.harness, "timed", lambda actions, rounds: [[0.05, 0.04]])  # 0.2 s for five
     (left_out,) = affordable_ratios(SMALL, [1, 16, 32, 128], "float32", rounds=3)
     assert asked == [(1, 3, False), (16, 3, False), (32, 1, True)]
     assert str(left_out) == (
@@ -213,7 +213,7 @@ def test_the_figures_of_the_owned_engine_are_put_between_the_marks() -> None:
 
 @pytest.mark.parametrize("name", ["OrthogonalDropout", "DeepEnsemble"])
 def test_the_cost_of_a_method_is_relative_to_the_plain_network(monkeypatch, name: str) -> None:
-    monkeypatch.setattr(costs.measure, "RESNET18", SMALL)
+    monkeypatch.setattr(costs.harness, "RESNET18", SMALL)
     monkeypatch.setattr(costs, "METHOD_NAMES", {kebab(name): name})
     (cost,) = costs.method_costs(batch=2, precision="float32", rounds=1)
     assert cost.members == 5

@@ -13,7 +13,7 @@ from plures import PluresError
 from plures.calling import logits_of
 from plures.lab.models import resnet18
 from plures.lab.timing import size
-from plures.lab.timing.measure import VisionTransformer
+from plures.lab.timing.harness import VisionTransformer
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned.engine import Owned
 from plures.methods.orthogonal_dropout.engines.owned.tree import Tree
@@ -338,8 +338,8 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
 @needs_library
 def test_the_benchmark_measures_the_engine() -> None:
     from plures.lab.models import resnet8
-    from plures.lab.timing.measure import CLASSES, Subject
-    from plures.lab.timing.owned import growth_ratio, owned_ratio
+    from plures.lab.timing.harness import CLASSES, Subject
+    from plures.lab.timing.owned_engine import growth_ratio, owned_ratio
 
     small = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
     found = [

@@ -9,9 +9,9 @@ import torch
 from plures import files
 from plures.lab.timing import speed
 from plures.lab.timing.costs import MethodCost, method_costs
+from plures.lab.timing.harness import RESNET18, TRANSFORMER, WIDE_RESNET, LeftOut, Ratio, Subject
 from plures.lab.timing.machine import machine
-from plures.lab.timing.measure import RESNET18, TRANSFORMER, WIDE_RESNET, LeftOut, Ratio, Subject
-from plures.lab.timing.owned import owned_ratios
+from plures.lab.timing.owned_engine import owned_ratios
 from plures.lab.timing.size import file_ratios, memory_ratios
 from plures.lab.training.distributed import resolve
 

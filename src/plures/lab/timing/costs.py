@@ -18,8 +18,8 @@ from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
 from plures.lab.runs.schemas import read_object
-from plures.lab.timing import measure
-from plures.lab.timing.measure import Action, Clock
+from plures.lab.timing import harness
+from plures.lab.timing.harness import Action, Clock
 from plures.lab.training.distributed import resolve
 from plures.losses import GaussianNLL
 from plures.methods.deterministic import Deterministic
@@ -70,10 +70,10 @@ def _measure(run: Described) -> Costs:
     single = Deterministic(network, loss=loss).to(device_for())
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    with measure.one_thread() as clock:
+    with harness.one_thread() as clock:
         epochs = _epochs(ensemble, single, run, clock)  # first: it goes through the stages
         rivals = fastest(ensemble), single
-        asked, plain = (measure.prediction(one.regress if numbers else one.predict, inputs) for one in rivals)
+        asked, plain = (harness.prediction(one.regress if numbers else one.predict, inputs) for one in rivals)
         return Costs(_file_size(ensemble) / _file_size(single), relative(asked, plain, clock), epochs)
 
 
@@ -85,7 +85,7 @@ def relative(action: Action, baseline: Action, clock: Clock) -> float:
 
     Not the middle of the rounds: what else runs here makes some of them longer, and none shorter.
     """
-    own, other = measure.timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
+    own, other = harness.timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
     return min(own) / min(other)
 
 
@@ -97,11 +97,11 @@ def _epochs(ensemble: Ensemble, single: Ensemble, run: Described, clock: Clock) 
     targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
     if isinstance(info, TableInfo):
         targets = torch.zeros(recipe.batch_size, 1, device=inputs.device)
-    plain = measure.training_step(single.open(single.plan()[0]), inputs, targets, precision)
+    plain = harness.training_step(single.open(single.plan()[0]), inputs, targets, precision)
     ratios: dict[str, float] = {}
     for stage in ensemble.stages():
         if stage.phase not in ratios:
-            ratios[stage.phase] = relative(measure.training_step(stage, inputs, targets, precision), plain, clock)
+            ratios[stage.phase] = relative(harness.training_step(stage, inputs, targets, precision), plain, clock)
     return sum(recipe.epochs.of(step.phase) * ratios[step.phase] for step in ensemble.plan())
 
 
@@ -134,24 +134,24 @@ def method_costs(batch: int, precision: str, rounds: int) -> Iterator[MethodCost
     A step is one batch of the first stage: of one member where they train one after the other, else of all. Prediction
     is of one batch by the ensemble's own forward.
     """
-    network = measure.RESNET18.make()
+    network = harness.RESNET18.make()
     single = Deterministic(network)
-    plain_step, plain_size = measure.first_step(single, batch, precision), _file_size(single)
-    inputs, _ = measure.images(batch)
+    plain_step, plain_size = harness.first_step(single, batch, precision), _file_size(single)
+    inputs, _ = harness.images(batch)
     for word, name in METHOD_NAMES.items():
         method: Any = method_class(word)
         ensemble: Ensemble = method(network, **({"members": 5} if takes(method, "members") else {}))
-        step = next(measure.race(name, plain_step, {"": measure.first_step(ensemble, batch, precision)}, rounds))
+        step = next(harness.race(name, plain_step, {"": harness.first_step(ensemble, batch, precision)}, rounds))
         for _ in ensemble.stages():
             pass
-        plain, ours = (measure.prediction(one.eval(), inputs, precision) for one in (network, ensemble))
+        plain, ours = (harness.prediction(one.eval(), inputs, precision) for one in (network, ensemble))
         yield MethodCost(
             name,
             len(ensemble(inputs[:2])),
             _parameters(ensemble) / sum(parameter.numel() for parameter in network.parameters()),
             _file_size(ensemble) / plain_size,
             step.value,
-            next(measure.race(name, plain, {"": ours}, rounds)).value,
+            next(harness.race(name, plain, {"": ours}, rounds)).value,
         )
 
 

@@ -114,7 +114,7 @@ def seconds_per_step(stage: Any, recipe: Recipe, channels: int, size: int) -> fl
     import torch
 
     from plures.lab.runs.open import device_for
-    from plures.lab.timing.measure import one_thread, timed, training_step
+    from plures.lab.timing.harness import one_thread, timed, training_step
     from plures.lab.training.distributed import resolve
 
     with one_thread() as clock:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from plures.lab.timing.measure import RESNET18, TRANSFORMER, WIDE_RESNET, Action, Ratio, Subject, finished, images, race
+from plures.lab.timing.harness import RESNET18, TRANSFORMER, WIDE_RESNET, Action, Ratio, Subject, finished, images, race
 from plures.methods.orthogonal_dropout.method import Kind, OrthogonalDropout
 from plures.storage import load, save
 

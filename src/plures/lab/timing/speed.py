@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.models import resnet8
-from plures.lab.timing import measure
-from plures.lab.timing.measure import Action, LeftOut, Ratio, Subject
+from plures.lab.timing import harness
+from plures.lab.timing.harness import Action, LeftOut, Ratio, Subject
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
@@ -31,10 +31,10 @@ def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> It
     rivals = {}
     # The first stage is committed, untrained, when the second is asked for.
     for name, stage in zip(("masked training", "prune"), OrthogonalDropout(network, 5).stages(), strict=False):
-        rivals[f"{name} step / plain step"] = measure.training_step(stage, *measure.images(batch), precision)
+        rivals[f"{name} step / plain step"] = harness.training_step(stage, *harness.images(batch), precision)
     bars = dict(zip(rivals, (1.05, 1.20), strict=True)) if batch == 64 else {}  # a small batch pays the same for masks
-    plain = measure.first_step(Deterministic(network), batch, precision)
-    yield from measure.race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
+    plain = harness.first_step(Deterministic(network), batch, precision)
+    yield from harness.race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
 
 
 class TextbookTopK(nn.Module):
@@ -71,7 +71,7 @@ def mask_ratios(rounds: int) -> Iterator[Ratio]:
 
     ours, textbook = map(there_and_back, masks)
     name = "our mask / full sort of the textbook"
-    yield from measure.race("2.4 M scores, forward and backward", textbook, {name: ours}, rounds, {name: 0.1})
+    yield from harness.race("2.4 M scores, forward and backward", textbook, {name: ours}, rounds, {name: 0.1})
 
 
 def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
@@ -98,7 +98,7 @@ def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
     name = "training from the data pipeline / on one ready batch"
     setting = f"digits, ResNet8, batch 64, {steps} steps"
     rivals: dict[str, Action] = {name: lambda: train(pipeline())}
-    yield from measure.race(setting, lambda: train(iter([ready] * steps)), rivals, rounds, {name: 1.10})
+    yield from harness.race(setting, lambda: train(iter([ready] * steps)), rivals, rounds, {name: 1.10})
 
 
 # Prediction
@@ -111,9 +111,9 @@ def prediction_ratios(
 
     With `engines_only` the two engines alone, without a run to warm up: for passes of some seconds.
     """
-    ensemble = measure.finished(subject.make(), MEMBERS)
+    ensemble = harness.finished(subject.make(), MEMBERS)
     networks = [ensemble.checkout(member) for member in range(MEMBERS)]
-    inputs, _ = measure.images(batch)
+    inputs, _ = harness.images(batch)
     unfolded, lean = ensemble.engine("unfolded"), ensemble.engine("lean")
     rivals: dict[str, Callable[[Tensor], Any]] = {"unfolded prediction": unfolded, "lean prediction": lean}
     if not engines_only:
@@ -121,10 +121,10 @@ def prediction_ratios(
     setting = f"{subject.name}, batch {batch}, {precision}"
     bars = {"unfolded prediction": 0.95, "lean prediction": 1.10} if batch == 128 else {}
     suffix = f" / {MEMBERS} plain networks"
-    named = {name + suffix: measure.prediction(rival, inputs, precision) for name, rival in rivals.items()}
+    named = {name + suffix: harness.prediction(rival, inputs, precision) for name, rival in rivals.items()}
     bars = {name + suffix: bar for name, bar in bars.items()}
-    plain = measure.prediction(lambda x: [network(x) for network in networks], inputs, precision)
-    yield from measure.race(setting, plain, named, rounds, bars, warm_up=not engines_only)
+    plain = harness.prediction(lambda x: [network(x) for network in networks], inputs, precision)
+    yield from harness.race(setting, plain, named, rounds, bars, warm_up=not engines_only)
 
 
 def affordable_ratios(subject: Subject, sizes: Sequence[int], precision: str, rounds: int) -> Iterator[Ratio | LeftOut]:
@@ -133,8 +133,8 @@ def affordable_ratios(subject: Subject, sizes: Sequence[int], precision: str, ro
     What a pass of five plain networks will take is computed from one image. Up to 32 images it may take ten seconds,
     above that a few.
     """
-    one_image = measure.prediction(subject.make().eval(), measure.images(1)[0], precision)
-    per_image = MEMBERS * min(measure.timed([one_image], rounds=3)[0])
+    one_image = harness.prediction(subject.make().eval(), harness.images(1)[0], precision)
+    per_image = MEMBERS * min(harness.timed([one_image], rounds=3)[0])
     for batch in sizes:
         expected = per_image * batch
         longest = LONGEST_PASS if batch <= 32 else FEW_SECONDS
@@ -150,9 +150,9 @@ def affordable_ratios(subject: Subject, sizes: Sequence[int], precision: str, ro
 def bf16_ratio(subject: Subject, rounds: int) -> Iterator[Ratio]:
     """Compare prediction of the plain network in bf16 with float32, one image."""
     network = subject.make().eval()
-    float32, bf16 = (measure.prediction(network, measure.images(1)[0], precision) for precision in ("float32", "bf16"))
+    float32, bf16 = (harness.prediction(network, harness.images(1)[0], precision) for precision in ("float32", "bf16"))
     rivals = {"plain prediction in bf16 / in float32": bf16}
-    yield from measure.race(f"{subject.name}, batch 1", float32, rivals, rounds)
+    yield from harness.race(f"{subject.name}, batch 1", float32, rivals, rounds)
 
 
 def stacked(networks: list[nn.Module]) -> Callable[[Tensor], Tensor]:

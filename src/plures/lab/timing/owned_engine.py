@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import torch
 
-from plures.lab.timing import measure
-from plures.lab.timing.measure import RESNET18, TRANSFORMER, WIDE_RESNET, Action, LeftOut, Ratio, Subject
+from plures.lab.timing import harness
+from plures.lab.timing.harness import RESNET18, TRANSFORMER, WIDE_RESNET, Action, LeftOut, Ratio, Subject
 from plures.lab.timing.size import held, owned_memory
 from plures.lab.training.distributed import resolve
 from plures.native import library
@@ -61,14 +61,14 @@ def owned_ratio(
     Where the processor multiplies in bf16, and plain networks are faster for it, a second ratio is to the plain network
     in bf16; the engine itself multiplies float32. `bf16` says so in the processor's place.
     """
-    ensemble = measure.finished(subject.make(), members, granularity)
+    ensemble = harness.finished(subject.make(), members, granularity)
     plain = ensemble.checkout(0)
     last = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    inputs, _ = measure.images(batch)
+    inputs, _ = harness.images(batch)
     reordered = inputs.contiguous(memory_format=torch.channels_last)
     engine = ensemble.engine("owned")
     dense: list[Action] = [lambda: plain(inputs), lambda: last(reordered)]
-    half: list[Action] = [measure.prediction(plain, inputs, "bf16"), measure.prediction(last, reordered, "bf16")]
+    half: list[Action] = [harness.prediction(plain, inputs, "bf16"), harness.prediction(last, reordered, "bf16")]
     if bf16 is None:
         bf16 = resolve("auto", inputs.device) == "bf16"
     found = list(_rounds([lambda: engine(inputs), *dense, *(half if bf16 else [])], rounds, threads))
@@ -81,8 +81,8 @@ def owned_ratio(
 
 def growth_ratio(subject: Subject, batch: int, rounds: int, threads: int | None, bar: float = 1.25) -> Ratio:
     """Compare ten members with five, both in the owned engine: the cost should not grow with their number."""
-    few, many = (measure.finished(subject.make(), members, "kernel").engine("owned") for members in (5, 10))
-    inputs, _ = measure.images(batch)
+    few, many = (harness.finished(subject.make(), members, "kernel").engine("owned") for members in (5, 10))
+    inputs, _ = harness.images(batch)
     samples = [ten / five for five, ten in _rounds([lambda: few(inputs), lambda: many(inputs)], rounds, threads)]
     setting = f"{subject.name}, batch {batch}, kernel granularity, float32, {_about(threads)}"
     return Ratio.of("owned prediction of 10 members / of 5", setting, samples, bar)
@@ -98,8 +98,8 @@ def memory_ratio(subject: Subject, granularity: str, bar: float, rounds: int = 2
 
 
 def _rounds(actions: list[Action], rounds: int, threads: int | None) -> Iterator[tuple[float, ...]]:
-    with torch.inference_mode(), measure.one_thread() if threads == 1 else nullcontext(time.perf_counter) as clock:
-        yield from zip(*measure.timed(actions, rounds, clock=clock, shortest=SHORTEST), strict=True)
+    with torch.inference_mode(), harness.one_thread() if threads == 1 else nullcontext(time.perf_counter) as clock:
+        yield from zip(*harness.timed(actions, rounds, clock=clock, shortest=SHORTEST), strict=True)
 
 
 def _about(threads: int | None) -> str:
