@@ -94,7 +94,10 @@ def test_figures_of_other_corruptions_are_measured_again(runs: Path, monkeypatch
     monkeypatch.setattr("plures.lab.evaluation.trust.CONSTANTS", "of another fog")
     monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 10)
     assert measured_trust(folder, None, shift=True, ood=None)["shift"]["images"] == 10
-    assert measured_trust(folder, None, shift=False, ood=None)["shift"]["constants"] == "of another fog"
+    found = measured_trust(folder, None, shift=False, ood=None)
+    assert found["shift"].pop("constants") == "of another fog"
+    (folder / "trust.json").write_text(json.dumps(found))  # as the first versions wrote it, whatever they measured with
+    assert "shift" not in kept_trust(folder)
 
 
 def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
-"""Make the tables at the cpu scale, which take more hours than one sitting has: run by run, on any machine.
+"""Make the tables at the cpu scale, which take many hours: run by run, on any machine.
 
-    python docs/make/evidence.py --data-dir data                 # make what is missing, in order of its worth
+    python docs/make/evidence.py --data-dir data                 # make what is missing, the most important runs first
     python docs/make/evidence.py --data-dir data --only table3   # only the runs of some tables
     python docs/make/evidence.py --tables                        # make no run; tables of what there is
 
 `WANTED` lists the runs. The figures of a finished run are kept in docs/results/runs, in the layout of run folders:
-another machine goes on where this one stopped. Interrupted runs are resumed. `--tables` also keeps the figures of runs
-that finished while others go on. The tables go to docs/results; `make docs` puts them into docs/results.md.
+another machine continues where this one stopped. Interrupted runs are resumed. `--tables` also keeps the figures of
+runs that have finished while others continue. To measure a run again, delete its file; a run of a recipe that has
+changed since is made again. The tables go to docs/results; `make docs` puts them into docs/results.md.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Wanted:
         return Comparison(self.recipe, get_recipe(self.recipe), self.variants, self.seeds).jobs(runs)
 
 
-# In order of worth: the claim itself with three seeds, then whether it holds elsewhere, then what the parts contribute.
+# The most important first: the claim itself with three seeds, whether it holds elsewhere, what the parts contribute.
 WANTED = (
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (SPLIT, DEEP, SINGLE), (0, 1, 2)),
     Wanted("table1-cifar100-cpu", "cifar100-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
@@ -78,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     wanted = [one for one in WANTED if one.table.startswith(tuple(asked.only))]
     jobs = {kept_path(job): job for one in wanted for job in one.jobs(asked.runs)}
-    missing = [job for path, job in jobs.items() if not path.is_file()]
+    missing = [job for job in jobs.values() if kept(job) is None]
     try:
         if missing and not asked.tables:
             make_runs(missing, asked.jobs, asked.data_dir, "here")
@@ -97,19 +98,36 @@ def kept_path(job: Job) -> Path:
 def keep(job: Job) -> None:
     """Keep the figures of a finished run; what it costs does not depend on its seed."""
     path, run = kept_path(job), Finished.read(job.run)
-    costs = next((found["costs"] for found in map(read, sorted(path.parent.glob("*.json")))), None)
+    costs = next((found["costs"] for found in kept_seeds(job.recipe_name, job.variant).values()), None)
     if costs is None:
         (row,) = with_costs([Row(job.variant.name, (run,))])
         costs = vars(row.costs)
     figures = {key: run.metrics[key] for key in (*table.FILED, "member_accuracies") if key in run.metrics}
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"machine": ", ".join(f"{key} {value}" for key, value in machine().items()), "costs": costs}
-    files.write(path, (json.dumps(document | {"metrics": figures}, indent=2) + "\n").encode())
+    document = {
+        "recipe": job.recipe.as_json(),
+        "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
+        "costs": costs,
+        "metrics": figures,
+    }
+    files.write(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
-def read(path: Path) -> Any:
-    """Read the figures of a run."""
-    return json.loads(path.read_text())
+def kept(job: Job) -> Any | None:
+    """Read what was kept of a run; None if it was not made, or with another recipe."""
+    path = kept_path(job)
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return found if found["recipe"] == json.loads(json.dumps(job.recipe.as_json())) else None
+
+
+def kept_seeds(recipe: str, variant: Variant) -> dict[int, Any]:
+    """Read what was kept of a method, by seed."""
+    folder = RESULTS / "runs" / recipe / variant.folder
+    seeds = tuple(sorted(int(path.stem.removeprefix("seed-")) for path in folder.glob("seed-*.json")))
+    jobs = Comparison(recipe, get_recipe(recipe), (variant,), seeds).jobs(Path())
+    return {job.recipe.seed: found for job in jobs if (found := kept(job)) is not None}
 
 
 class Kept(Finished):
@@ -131,16 +149,15 @@ def write(name: str) -> None:
     rows: list[Row] = []
     machines: dict[str, None] = {}
     for variant in chosen:
-        paths = sorted((RESULTS / "runs" / recipe / variant.folder).glob("seed-*.json"))
-        kept = {int(path.stem.removeprefix("seed-")): read(path) for path in paths}
-        machines |= {one["machine"]: None for one in kept.values()}
-        if kept:
+        found = kept_seeds(recipe, variant)
+        machines |= {one["machine"]: None for one in found.values()}
+        if found:
             runs = tuple(
                 Kept(Path(), {"recipe": {"seed": seed}, "method": variant.method}, one["metrics"])
-                for seed, one in kept.items()
+                for seed, one in found.items()
             )
             published = paper.get(variant.name if target and target.paper else paper_name(variant))
-            rows.append(Row(variant.name, runs, Costs(**next(iter(kept.values()))["costs"]), published))
+            rows.append(Row(variant.name, runs, Costs(**next(iter(found.values()))["costs"]), published))
     if rows:
         columns = target.columns if target else table.columns
         table.write(RESULTS, name, rows, columns(rows), about(rows, machines) | (target.notes if target else {}))

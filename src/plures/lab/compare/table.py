@@ -209,12 +209,12 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str,
 def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
     """Say how to read a comparison, where `bold` can be seen."""
     seeds = sorted({run.seed for row in rows for run in row.runs})
-    spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed, no spread"
+    spread = "mean ± standard deviation" if len(seeds) > 1 else "no spread"
     best = f"bold: best of those with at most {EFFICIENT:g} times the file size of one network; " if bold else ""
+    named = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     return (
-        f"seeds {', '.join(map(str, seeds))}: {spread}; {best}size and prediction time: relative to one network; "
-        "training epochs: measured time in epochs of one network; agreement: inter-rater kappa, lower is more "
-        "diverse"
+        f"{named}: {spread}; {best}size and prediction time: relative to one network; training epochs: measured time "
+        "in epochs of one network; agreement: inter-rater kappa, lower is more diverse"
     )
 
 

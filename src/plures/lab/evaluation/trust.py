@@ -104,8 +104,8 @@ def measured_trust(
 
 
 def _is_current(shift: Trust | None) -> bool:
-    """Whether a shift was measured with the corruptions of today; the first versions did not say with which."""
-    return shift is not None and shift.get("constants", CONSTANTS) == CONSTANTS
+    """Whether a shift was measured with the corruptions of today; the first versions do not say with which."""
+    return shift is not None and shift.get("constants") == CONSTANTS
 
 
 def as_metrics(found: Trust) -> dict[str, float]:

@@ -85,7 +85,7 @@ class TopK(nn.Module):
         # Scores stay float32 under half-precision weights: in bfloat16 most of them would tie.
         self.scores = nn.Parameter(scores.detach().float().clone(memory_format=torch.contiguous_format))
         self.register_buffer("free", free.float().contiguous(), persistent=False)
-        # Added to |score|: excluded weights rank as -inf, below every free one; at 0 they would win a tie.
+        # Added to |score|: excluded weights rank below every free one; at 0 they would win a tie.
         lowest = torch.finfo(torch.float32).min
         self.register_buffer("handicap", torch.where(free, 0.0, lowest).contiguous(), persistent=False)
         self.count = count
