@@ -1,6 +1,7 @@
 """The scripts that make tables for the site: what they measure on, and what they count."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from plures.lab.compare import worker
 from plures.lab.compare.jobs import Job, Variant
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, network_for
+from plures.lab.timing.costs import Costs
 
 
 def test_held_out_images_are_those_that_no_training_saw(tmp_path: Path, monkeypatch) -> None:
@@ -98,14 +100,16 @@ def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkey
     monkeypatch.setattr(evidence, "WANTED", (wanted,))
     made = []
 
-    def make(jobs: list[Job], *_: object) -> None:
+    def make(jobs: list[Job], *_: object) -> dict[Path, str]:
         for job in jobs[:3]:
             worker.make(worker.describe(job, None))
             made.append((job.variant.method, job.recipe.seed))
         if jobs[3:]:
             raise KeyboardInterrupt
+        return {}
 
     monkeypatch.setattr(evidence, "make_runs", make)
+    monkeypatch.setattr(evidence, "costs_of", lambda *_: Costs(size=1.0, prediction=2.0, epochs=3.0))
     with pytest.raises(KeyboardInterrupt):
         evidence.main(["--runs", str(tmp_path / "one machine")])
     evidence.main(["--runs", str(tmp_path / "another")])  # which has none of the runs, and makes the last one only
@@ -118,7 +122,7 @@ def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkey
     accuracies = [json.loads(path.read_text())["accuracy"] for path in runs]
     assert single["metrics"]["accuracy"]["values"] == accuracies
     assert single["metrics"]["accuracy"]["mean"] == pytest.approx(sum(accuracies) / 2)
-    assert single["costs"]["size"] == 1.0
+    assert single["costs"] == dropout["costs"] == {"size": 1.0, "prediction": 2.0, "epochs": 3.0}
     text = (tmp_path / "results/table1-digits.md").read_text()
     assert "seeds 0, 1: mean ± standard deviation" in text
     monkeypatch.setattr(evidence, "WANTED", (replace(wanted, seeds=(0, 1, 2)),))
@@ -132,9 +136,39 @@ def test_rows_of_the_evidence_have_the_figures_of_the_paper_that_belong_to_them(
     known = {one.name: evidence.paper_name(one) for one in evidence.METHODS}
     assert known["deep-ensemble"] == "deep-ensemble"
     assert known["orthogonal-dropout, as published"] == "orthogonal-dropout"
-    assert known["orthogonal-dropout"] is None
-    assert known["packed-ensemble, mean of the losses"] is None
-    for path in sorted((evidence.RESULTS / "runs").rglob("*.json")):
+    assert known["orthogonal-dropout"] == known["packed-ensemble, mean of the losses"] == ""
+
+
+def test_the_tables_are_those_of_the_runs_that_were_kept(tmp_path: Path, monkeypatch, capsys) -> None:
+    kept = evidence.RESULTS
+    for path in sorted((kept / "runs").glob("*/*/seed-*.json")):
         assert any(evidence.kept_path(job) == path for one in evidence.WANTED for job in one.jobs(Path())), (
             f"no table has {path}"
         )
+    shutil.copytree(kept / "runs", tmp_path / "runs")
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    evidence.main(["--tables", "--runs", str(tmp_path / "none")])
+    made = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert "table1-cifar10-cpu" in made
+    for name in made:
+        assert (tmp_path / f"{name}.md").read_text() == (kept / f"{name}.md").read_text(), name
+
+
+def test_runs_with_other_settings_are_no_evidence(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
+    small = replace(get_recipe("digits"), width=8, limit=120, validation=40, epochs=Epochs(train=1))
+    monkeypatch.setitem(RECIPES, "digits", small)
+    variant = Variant("mc-dropout")
+    (job,) = evidence.Wanted("table1-digits", "digits", (variant,)).jobs(tmp_path / "runs")
+    worker.make(worker.describe(job, None))
+    evidence.keep(job)
+    assert evidence.kept(job) is not None
+    evidence.kept_path(job).unlink()
+    with pytest.raises(plures.PluresError, match="width"):
+        evidence.keep(replace(job, recipe=replace(small, width=9)))
+    with pytest.raises(plures.PluresError, match="made with other options than mc-dropout rate=0.3 has"):
+        evidence.keep(replace(job, variant=Variant("mc-dropout", ("rate=0.3",))))
+    assert not evidence.kept_path(job).exists()
+    with pytest.raises(SystemExit):
+        evidence.main(["--only", "tabel1"])

@@ -198,7 +198,7 @@ def test_a_resnet_answers_as_predict(tmp_path):
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
-def test_a_vit_of_transformers_answers_as_predict_and_keeps_the_names_of_its_inputs(tmp_path):
+def test_a_member_of_a_transformers_vit_answers_as_predict_and_keeps_the_names_of_its_inputs(tmp_path):
     # One member of two: another would double the graph, and the other tests have several.
     ensemble = plures.OrthogonalDropout(networks.transformers_vit(), members=2, optimize_masks=False)
     stage = next(iter(ensemble.stages()))

@@ -2,11 +2,9 @@ import dataclasses
 import io
 import json
 import math
-import multiprocessing
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import datasets
@@ -18,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+import forked
 from plures.errors import PluresError
 from plures.lab.data import Augment, DataInfo, batches, cache_folder, open_data, read_image, steps
 from plures.lab.data import sources as sources_module
@@ -533,13 +532,8 @@ def tell_the_fingerprint(home, begin, pipe):
 
 
 def test_two_processes_at_the_same_time_share_one_cache(bugs, tmp_path):
-    fork = multiprocessing.get_context("fork")  # a new process would import for seconds what this one has
-    begin, pipes = fork.Barrier(2), [fork.Pipe(duplex=False) for _ in range(2)]
-    running = [fork.Process(target=tell_the_fingerprint, args=(bugs, begin, there)) for _, there in pipes]
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # forking beside threads is no error here
-        for process in running:
-            process.start()
+    begin, pipes = forked.CONTEXT.Barrier(2), [forked.CONTEXT.Pipe(duplex=False) for _ in range(2)]
+    running = [forked.start(tell_the_fingerprint, bugs, begin, there) for _, there in pipes]
     for process in running:
         process.join()
     assert [process.exitcode for process in running] == [0, 0]

@@ -3,24 +3,21 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from filelock import FileLock, Timeout
 
+from forked import start, told_to
 from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.compare import compare as compare_module
@@ -110,13 +107,16 @@ import signal
 import sys
 from types import ModuleType, SimpleNamespace
 
+from filelock import FileLock
+
 
 def train(recipe, method, run, **_):
-    (run / "log.jsonl").touch()
-    while recipe.epochs.train > 1000:
-        signal.pause()
-    for name in ("ensemble.safetensors", "metrics.json"):
-        (run / name).touch()
+    with FileLock(run / ".lock"):
+        (run / "log.jsonl").touch()
+        while recipe.epochs.train > 1000:
+            signal.pause()
+        for name in ("ensemble.safetensors", "metrics.json"):
+            (run / name).touch()
 
 
 torch, fit = ModuleType("torch"), ModuleType("plures.lab.training.fit")
@@ -263,25 +263,16 @@ def test_whoever_ends_a_comparison_ends_its_runs(tmp_path: Path) -> None:
         pass
 
 
-def forked(words: list[str], said: Path) -> ForkProcess:
-    """Give a command in a process of its own, which has what this one has imported."""
-
-    def give() -> None:
-        torch.set_num_threads(1)  # threads are not forked
-        with said.open("w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            sys.exit(main(words))
-
-    process = multiprocessing.get_context("fork").Process(target=give)
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # there, a warning of somebody else's code is no error
-        process.start()
-    return process
+def give(words: list[str], said: Path) -> None:
+    """Give a command, and write down what it says."""
+    with told_to(said):
+        sys.exit(main(words))
 
 
 def test_runs_end_when_their_comparison_was_killed(tmp_path: Path) -> None:
     words = ["compare", "digits", "--methods", "deterministic", "--runs", str(tmp_path), *ENDLESS]
     run = tmp_path / "digits/deterministic/seed-0"
-    process = forked(words, tmp_path / "said")
+    process = start(give, words, tmp_path / "said")
     while not (run / "log.jsonl").exists():
         process.join(0.1)
         assert process.exitcode is None, (tmp_path / "said").read_text()
@@ -375,7 +366,7 @@ def test_ray_gives_the_same_results_and_names_what_failed(
     pytest.importorskip("ray")
     monkeypatch.setattr(compare_module, "with_costs", lambda rows: rows)  # they are measured here, not by Ray
     words = ["compare", "digits", "--methods", "mine:Lost", "orthogonal-dropout", *SHORT_WORDS, "--jobs", "1"]
-    ray = forked([*words, "--runs", str(tmp_path / "ray"), "--on", "ray"], tmp_path / "said")
+    ray = start(give, [*words, "--runs", str(tmp_path / "ray"), "--on", "ray"], tmp_path / "said")
     ray.join()
     said = (tmp_path / "said").read_text()
     if "Ray did not start in half a minute" in said:

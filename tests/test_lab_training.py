@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import signal
-import warnings
 import weakref
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +23,7 @@ from torch.distributed import run as torchrun
 from torch.nn import functional as F
 
 import plures
+from forked import start, told_to
 from plures import PluresError
 from plures.lab.data import Data, DataInfo, Split
 from plures.lab.recipes import Epochs, Recipe
@@ -114,17 +114,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def start(target, *args):
-    """Start a process that has what this one has imported, which takes seconds."""
-    # Where torch has devices, its gradients do not survive a fork.
-    context = multiprocessing.get_context("spawn" if torch.accelerator.is_available() else "fork")
-    process = context.Process(target=target, args=args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # there, a warning of somebody else's code is no error
-        process.start()
-    return process
 
 
 class Killed(BaseException):
@@ -305,7 +294,6 @@ def test_every_optimizer_goes_on_with_the_same_bits(tmp_path, monkeypatch, chang
 
 
 def train_and_tell(run, pipe):
-    torch.set_num_threads(1)
     train(run, trackers=[Telling(pipe)])
 
 
@@ -721,11 +709,11 @@ assert again.trained == [0, 1]
 
 def launch(words, said):
     """Do what torchrun does, and write all that is printed to a file."""
-    with said.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    torchrun.main(words)
+    with told_to(said) as file:
+        for stream in (1, 2):  # of the processes that it starts
+            os.dup2(file.fileno(), stream)
+        torchrun.main(words)
 
 
 LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=3, prune=1, finetune=3))

@@ -144,9 +144,8 @@ def test_a_compiled_stage_trains_the_same_member() -> None:
     stage = next(OrthogonalDropout(mlp(), members=3).stages())
     trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     torch.compiler.reset()
-    # The compiler's front end and its gradients; the code that it makes of masks is tested in test_masks.
     found = []
-    for run in (stage, torch.compile(stage, fullgraph=True, backend="aot_eager")):
+    for run in (stage, torch.compile(stage, fullgraph=True)):
         loss = run(INPUTS, TARGETS)
         found.append([loss.detach(), *torch.autograd.grad(loss, trainable)])
     torch.testing.assert_close(found[1], found[0])

@@ -1,8 +1,6 @@
 """Stages of orthogonal dropout in other people's hands: compiled, in several processes, with any kind of layer."""
 
 import logging
-import multiprocessing
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 import plures
+from forked import start
 from plures import OrthogonalDropout, PluresError
 from plures.methods.orthogonal_dropout.file import expected_bytes
 from plures.methods.orthogonal_dropout.partition import Partition, Private, Split
@@ -207,7 +206,6 @@ def trained(ensemble: plures.Ensemble) -> plures.Ensemble:
 
 def in_a_process(folder: Path, rank: int) -> None:
     """Train in one of two processes, and write down what came of it."""
-    torch.set_num_threads(1)  # threads are not forked
     torch.distributed.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=2)
     for classifier in (None, "fixed"):
         torch.manual_seed(rank)  # the mistake: each process draws another network
@@ -235,13 +233,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What two processes said in the end, by the classifier and the process."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "said").mkdir()
-    # Importing torch takes seconds; but where it has devices, its gradients do not survive a fork.
-    context = multiprocessing.get_context("spawn" if torch.accelerator.is_available() else "fork")
-    both = [context.Process(target=in_a_process, args=(folder, rank)) for rank in range(2)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # there, a warning of somebody else's code is no error
-        for process in both:
-            process.start()
+    both = [start(in_a_process, folder, rank) for rank in range(2)]
 
     def wait_for(process: BaseProcess) -> None:
         process.join()

@@ -12,21 +12,28 @@ changed since is made again. The tables go to docs/results; `make docs` puts the
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from plures import files
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
 from plures.lab.compare import table
-from plures.lab.compare.compare import make_runs
+from plures.lab.compare.compare import make_runs, refuse_others
 from plures.lab.compare.jobs import Comparison, Job, Variant
 from plures.lab.compare.pool import is_done
-from plures.lab.compare.rows import Finished, Row, with_costs
+from plures.lab.compare.rows import Finished, Row
+from plures.lab.data import DataInfo
 from plures.lab.paper.published import TABLE1, paper_data
 from plures.lab.paper.targets import AS_PUBLISHED, TARGETS
 from plures.lab.recipes import get_recipe
-from plures.lab.timing.costs import Costs
+from plures.lab.runs.open import data_for, described, ensemble_for, network_for
+from plures.lab.timing.costs import Costs, costs_of
 from plures.lab.timing.machine import machine
 from plures.lab.training.progress import duration
 
@@ -78,16 +85,23 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, help="runs at a time; one per core if not given")
     asked = parser.parse_args(words)
     wanted = [one for one in WANTED if one.table.startswith(tuple(asked.only))]
+    if not wanted:
+        parser.error(f"--only takes the beginnings of {', '.join(dict.fromkeys(one.table for one in WANTED))}")
     jobs = {kept_path(job): job for one in wanted for job in one.jobs(asked.runs)}
-    missing = [job for job in jobs.values() if kept(job) is None]
+    missing, failures = [job for job in jobs.values() if kept(job) is None], {}
     try:
         if missing and not asked.tables:
-            make_runs(missing, asked.jobs, asked.data_dir, "here")
+            failures = make_runs(missing, asked.jobs, asked.data_dir, "here")
     finally:  # even if somebody lost patience
         for job in filter(is_done, missing):
             keep(job)
+    if not asked.tables:
+        for job in {job.run.parent: job for job in jobs.values()}.values():
+            keep_costs(job, asked.data_dir)
     for name in dict.fromkeys(one.table for one in wanted):
         write(name)
+    if failures:
+        sys.exit("\n".join(f"{run}: {reason}" for run, reason in failures.items()))
 
 
 def kept_path(job: Job) -> Path:
@@ -96,21 +110,40 @@ def kept_path(job: Job) -> Path:
 
 
 def keep(job: Job) -> None:
-    """Keep the figures of a finished run; what it costs does not depend on its seed."""
+    """Keep the figures of a finished run; one that was made with other settings is refused."""
+    refuse_others(job)
     path, run = kept_path(job), Finished.read(job.run)
-    costs = next((found["costs"] for found in kept_seeds(job.recipe_name, job.variant).values()), None)
-    if costs is None:
-        (row,) = with_costs([Row(job.variant.name, (run,))])
-        costs = vars(row.costs)
-    figures = {key: run.metrics[key] for key in (*table.FILED, "member_accuracies") if key in run.metrics}
+    ensemble, _ = untrained(job, described(run.config, job.run)[1])
+    if json.loads(json.dumps(ensemble.options())) != run.config["options"]:  # with other defaults, perhaps
+        raise PluresError(f"the run in {job.run} was made with other options than {job.variant.name} has: delete it")
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
-        "recipe": job.recipe.as_json(),
-        "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
-        "costs": costs,
-        "metrics": figures,
+        "recipe": run.config["recipe"],
+        "precision": run.config["environment"]["precision"],
+        "machine": described_machine(),
+        "metrics": {key: run.metrics[key] for key in (*table.FILED, "member_accuracies") if key in run.metrics},
     }
-    files.write(path, (json.dumps(document, indent=2) + "\n").encode())
+    files.write_json(path, document)
+
+
+def keep_costs(job: Job, data_dir: Path | None) -> None:
+    """Measure what a method costs, if that was not done yet: best on an idle machine. It depends on no seed."""
+    path = kept_path(job).with_name("costs.json")
+    if path.is_file() or not kept_path(job).is_file():
+        return
+    info = data_for(job.recipe, data_dir).info
+    files.write_json(path, {"machine": described_machine(), **vars(costs_of(*untrained(job, info), job.recipe, info))})
+
+
+def untrained(job: Job, info: DataInfo) -> tuple[Ensemble, nn.Module]:
+    """Build the ensemble of a run, and the network that it is made of."""
+    network = network_for(job.recipe, len(info.classes), info.channels, info.size)
+    return ensemble_for(job.recipe, job.variant.method, job.variant.settings, network), network
+
+
+def described_machine() -> str:
+    """Describe this machine in one line."""
+    return ", ".join(f"{key} {value}" for key, value in machine().items())
 
 
 def kept(job: Job) -> Any | None:
@@ -142,45 +175,50 @@ class Kept(Finished):
 def write(name: str) -> None:
     """Write a table of all runs that were kept for it."""
     wanted = [one for one in WANTED if one.table == name]
-    recipe, target = wanted[0].recipe, TARGETS.get(name.partition("-")[0])
-    order = target.variants(recipe) if target else wanted[0].variants
-    chosen = dict.fromkeys((*order, *(variant for one in wanted for variant in one.variants)))
-    paper = (target.paper if target and target.paper else TABLE1).get(paper_data(get_recipe(recipe).data), {})
-    rows: list[Row] = []
-    machines: dict[str, None] = {}
-    for variant in chosen:
+    recipe, target = wanted[0].recipe, TARGETS.get(name.partition("-")[0], TARGETS["table1"])
+    paper = (target.paper or TABLE1).get(paper_data(get_recipe(recipe).data), {})
+    order = target.variants(recipe) if name.startswith("table") else wanted[0].variants
+    rows, machines = [], []
+    for variant in dict.fromkeys((*order, *(variant for one in wanted for variant in one.variants))):
         found = kept_seeds(recipe, variant)
-        machines |= {one["machine"]: None for one in found.values()}
-        if found:
-            runs = tuple(
-                Kept(Path(), {"recipe": {"seed": seed}, "method": variant.method}, one["metrics"])
-                for seed, one in found.items()
-            )
-            published = paper.get(variant.name if target and target.paper else paper_name(variant))
-            rows.append(Row(variant.name, runs, Costs(**next(iter(found.values()))["costs"]), published))
+        machines += [f"{one['machine']}, precision {one['precision']}" for one in found.values()]
+        runs = [
+            Kept(Path(), {"recipe": {"seed": seed}, "method": variant.method}, one["metrics"])
+            for seed, one in found.items()
+        ]
+        published = paper.get(variant.name) if target.paper else paper.get(paper_name(variant))
+        if runs:
+            rows.append(Row(variant.name, tuple(runs), kept_costs(recipe, variant), published))
     if rows:
-        columns = target.columns if target else table.columns
-        table.write(RESULTS, name, rows, columns(rows), about(rows, machines) | (target.notes if target else {}))
+        notes = about(name, rows) | {"machines": "; ".join(dict.fromkeys(machines))} | target.notes
+        table.write(RESULTS, name, rows, target.columns(rows), notes)
         print(f"{name}: {sum(len(row.runs) for row in rows)} runs in {len(rows)} rows")
 
 
-def paper_name(variant: Variant) -> str | None:
-    """Say which row of the paper's table 1 has the same form; None for ours, of which it has none."""
+def kept_costs(recipe: str, variant: Variant) -> Costs | None:
+    """Read what was measured of a method's costs."""
+    path = RESULTS / "runs" / recipe / variant.folder / "costs.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return Costs(**{one.name: found[one.name] for one in fields(Costs)})
+
+
+def paper_name(variant: Variant) -> str:
+    """Say which row of the paper's table 1 has the same form; our own default has none."""
     if variant == AS_PUBLISHED:
         return variant.method
-    return variant.method if variant.method != AS_PUBLISHED.method and not variant.settings else None
+    return "" if variant.settings or variant.method == AS_PUBLISHED.method else variant.method
 
 
-def about(rows: Sequence[Row], machines: Iterable[str]) -> dict[str, str]:
+def about(name: str, rows: Sequence[Row]) -> dict[str, str]:
     """Say how the rows came about, and which have fewer seeds than others."""
     most = max(len(row.runs) for row in rows)
     fewer = [f"{row.name} ({', '.join(str(run.seed) for run in row.runs)})" for row in rows if len(row.runs) < most]
-    seconds = sum(sum(row.values("seconds")) for row in rows)
     return {
         **({"fewer seeds": "; ".join(fewer)} if fewer else {}),
-        "command": "python docs/make/evidence.py --data-dir DATA",
-        "training time of all runs, one core each": duration(seconds),
-        "machines": "; ".join(machines),
+        "command": f"python docs/make/evidence.py --only {name} --data-dir DATA",
+        "training time of all runs, one core each": duration(sum(sum(row.values("seconds")) for row in rows)),
     }
 
 

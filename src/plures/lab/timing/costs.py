@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.data import TableInfo
+from plures.lab.data import DataInfo, TableInfo
 from plures.lab.evaluation.evaluate import fastest
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
+from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
 from plures.lab.runs.schemas import read_object
@@ -60,18 +62,25 @@ def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
 def _measure(run: Described) -> Costs:
     """Measure an ensemble of the same network, method and options: what it costs does not depend on its weights."""
     method: Any = method_class(run.method)
-    if issubclass(method, Deterministic):  # the yardstick itself
-        return Costs(size=1.0, prediction=1.0, epochs=float(run.recipe.epochs.train))
-    info, network = run.info, run.network()
+    loss = {"loss": GaussianNLL()} if isinstance(run.info, TableInfo) else {}
+    network = run.network()
+    return costs_of(method(network, **RunFolder(run.path).config()["options"] | loss), network, run.recipe, run.info)
+
+
+def costs_of(ensemble: Ensemble, network: nn.Module, recipe: Recipe, info: DataInfo) -> Costs:
+    """Measure an untrained ensemble against its network, as a recipe trains them.
+
+    costs_of(plures.DeepEnsemble(network), network, get_recipe("digits"), data.info).size  # 5.0
+    """
+    if isinstance(ensemble, Deterministic):  # the yardstick itself
+        return Costs(size=1.0, prediction=1.0, epochs=float(recipe.epochs.train))
     numbers = isinstance(info, TableInfo)
-    loss = GaussianNLL() if numbers else None
-    options = RunFolder(run.path).config()["options"] | ({"loss": loss} if numbers else {})
-    ensemble: Ensemble = method(network, **options).to(device_for())
-    single = Deterministic(network, loss=loss).to(device_for())
+    ensemble = ensemble.to(device_for())
+    single = Deterministic(network, loss=ensemble.loss if numbers else None).to(device_for())
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     with harness.one_thread() as clock:
-        epochs = _epochs(ensemble, single, run, clock)  # first: it goes through the stages
+        epochs = _epochs(ensemble, single, recipe, info, clock)  # first: it goes through the stages
         rivals = fastest(ensemble), single
         asked, plain = (harness.prediction(one.regress if numbers else one.predict, inputs) for one in rivals)
         return Costs(_file_size(ensemble) / _file_size(single), relative(asked, plain, clock), epochs)
@@ -89,9 +98,8 @@ def relative(action: Action, baseline: Action, clock: Clock) -> float:
     return min(own) / min(other)
 
 
-def _epochs(ensemble: Ensemble, single: Ensemble, run: Described, clock: Clock) -> float:
+def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo, clock: Clock) -> float:
     """Add up the epochs of all stages, each as long as its step is compared with one of the single network."""
-    recipe, info = run.recipe, run.info
     precision = resolve(recipe.precision, device_for())
     inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
     targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
