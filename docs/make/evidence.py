@@ -79,9 +79,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Make the runs that are missing, keep their figures, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TABLE", help="tables whose names begin like this")
-    parser.add_argument("--tables", action="store_true", help="make no run")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--tables", action="store_true", help="make no run, and measure nothing")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of the runs")
+    parser.add_argument("--data-dir", type=Path, help="the folder of the data sets")
     parser.add_argument("--jobs", type=int, help="runs at a time; one per core if not given")
     asked = parser.parse_args(words)
     wanted = [one for one in WANTED if one.table.startswith(tuple(asked.only))]
@@ -96,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for job in filter(is_done, missing):
             keep(job)
     if not asked.tables:
-        for job in {job.run.parent: job for job in jobs.values()}.values():
+        for job in {job.run.parent: job for job in jobs.values() if kept(job) is not None}.values():
             keep_costs(job, asked.data_dir)
     for name in dict.fromkeys(one.table for one in wanted):
         write(name)
@@ -129,7 +129,7 @@ def keep(job: Job) -> None:
 def keep_costs(job: Job, data_dir: Path | None) -> None:
     """Measure what a method costs, if that was not done yet: best on an idle machine. It depends on no seed."""
     path = kept_path(job).with_name("costs.json")
-    if path.is_file() or not kept_path(job).is_file():
+    if path.is_file():
         return
     info = data_for(job.recipe, data_dir).info
     files.write_json(path, {"machine": described_machine(), **vars(costs_of(*untrained(job, info), job.recipe, info))})
