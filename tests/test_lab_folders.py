@@ -16,7 +16,7 @@ from plures import PluresError
 from plures.lab.compare.progress import _last
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
-from plures.lab.evaluation.trust import as_metrics, kept_trust
+from plures.lab.evaluation.trust import CONSTANTS, as_metrics, kept_trust
 from plures.lab.recipes import get_recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run, with_weights
@@ -29,6 +29,7 @@ TRUST = {
     "home": {"images": 9, "members": 2, "accuracy": 0.9, "nll": 0.3, "ece": 0.1},
     "risk_coverage": {"coverage": [0.5, 1.0], "risk": [0.0, 0.1]},
     "shift": {
+        "constants": CONSTANTS,
         **{"images": 9, "accuracy": 0.5, "nll": 1.0, "ece": 0.2},
         "by_severity": [{"accuracy": 0.5, "nll": 1.0, "ece": 0.2}] * 5,
     },
