@@ -1,20 +1,15 @@
-"""Draw how good an ensemble gets for how much training, on images that are neither trained nor tested on.
+"""The table and the picture of how good an ensemble gets for how much training, on held-out images.
 
-    python docs/make/cheaper.py digits-resnet --seeds 3
-    python docs/make/cheaper.py cifar10-cpu --data-dir data
-    python docs/make/cheaper.py cifar10-cpu --data-dir data --schedules "deep ensemble" "split, as the recipe"
-
-Missing runs are made, finished ones skipped, interrupted ones resumed. Table and picture go to docs/results;
-`make docs` puts the table into docs/results.md.
-
-Training is counted, not timed: in epochs of one network, and in multiplications, where a member of a split network
-needs no more than the share of the weights that it trains. (Today's training multiplies by the zeros, too.) A pass of
-teachers for distillation counts as a third of a training step, and a parent with all of its epochs.
+`docs/make/evidence.py` makes the runs. Training is counted, not timed: in epochs of one network, and in
+multiplications, where a member of a split network needs no more than the share of the weights that it trains. (Today's
+training multiplies by the zeros, too.) A pass of teachers for distillation counts as a third of a training step, and a
+parent with all of its epochs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -22,11 +17,9 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 
-from held_out import RESULTS, Line, arguments, make, measured, save
+from held_out_table import RESULTS, Line, lines_of, save
 from plures.lab.compare.jobs import Comparison, Job, Variant
-from plures.lab.compare.pool import is_done
 from plures.lab.recipes import Recipe, get_recipe
-from plures.lab.runs.folder import RunFolder
 
 matplotlib.rcParams |= {"svg.hashsalt": "plures", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
@@ -71,56 +64,44 @@ SCHEDULES = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Make the runs, the tables and the pictures."""
-    parser = arguments(__doc__ or "")
-    names = [schedule.name for schedule in SCHEDULES]
-    parser.add_argument(
-        "--schedules", nargs="+", choices=names, default=names, help="train these; all that are finished are shown"
-    )
-    asked = parser.parse_args(words)
-    for recipe in asked.recipes:
-        jobs = {one: jobs_of(one, recipe, range(asked.seeds), asked.runs) for one in SCHEDULES}
-        chosen = [one for one in SCHEDULES if one.name in asked.schedules]
-        if any(one.parent for one in chosen):
-            chosen.append(SCHEDULES[0])  # the parents are its runs
-        jobs = {one: own for one, own in jobs.items() if one in chosen or all(map(is_done, own))}
-        for parents_first in (False, True):
-            make([job for one in jobs for job in jobs[one] if one.parent is parents_first], asked.jobs, asked.data_dir)
-        lines = [measured(one.name, own, asked.data_dir) for one, own in jobs.items()]
-        costs = [cost(one, own[0], parent_of(own[0], asked.runs, recipe)) for one, own in jobs.items()]
-        save(f"cheaper-{recipe}", lines, COLUMNS, [cells(*pair) for pair in zip(lines, costs, strict=True)])
-        draw(lines, costs, RESULTS / f"cheaper-{recipe}.svg")
+def jobs_of(recipe: str, seeds: Sequence[int], runs: Path) -> dict[str, list[Job]]:
+    """List the runs of a recipe, by schedule; one that changes nothing shares them with `plures compare`."""
+    usual = get_recipe(recipe)
+    found: dict[str, list[Job]] = {}
+    for schedule in SCHEDULES:
+        for seed in seeds:
+            changed = schedule.changed(usual, runs / recipe / SINGLE.folder / f"seed-{seed}")
+            name = recipe if changed == usual else f"{recipe}-{schedule.name.replace(',', '').replace(' ', '-')}"
+            found.setdefault(schedule.name, []).extend(
+                Comparison(name, changed, (schedule.variant,), (seed,)).jobs(runs)
+            )
+    return found
 
 
-def jobs_of(schedule: Schedule, recipe: str, seeds: Sequence[int], runs: Path) -> list[Job]:
-    """List the runs of a schedule; one that changes nothing shares them with `plures compare`."""
-    usual, jobs = get_recipe(recipe), []
-    for seed in seeds:
-        changed = schedule.changed(usual, runs / recipe / SINGLE.folder / f"seed-{seed}")
-        name = recipe if changed == usual else f"{recipe}-{schedule.name.replace(',', '').replace(' ', '-')}"
-        jobs += Comparison(name, changed, (schedule.variant,), (seed,)).jobs(runs)
-    return jobs
+def write(recipe: str, seeds: Sequence[int]) -> int:
+    """Write the table and the picture of the schedules whose runs were kept, and say how many runs there are."""
+    lines = lines_of(jobs_of(recipe, seeds, Path()))
+    if not lines:
+        return 0
+    named = {schedule.name: schedule for schedule in SCHEDULES}
+    costs = [cost(named[line.name], line.kept[0]["stages"], get_recipe(recipe)) for line in lines]
+    save(f"cheaper-{recipe}", lines, COLUMNS, [cells(*pair) for pair in zip(lines, costs, strict=True)])
+    draw(lines, costs, RESULTS / f"cheaper-{recipe}.svg")
+    return sum(len(line.kept) for line in lines)
 
 
-def parent_of(job: Job, runs: Path, recipe: str) -> Path:
-    """Say where the run of the single network of the same seed is."""
-    return runs / recipe / SINGLE.folder / f"seed-{job.recipe.seed}"
-
-
-def cost(schedule: Schedule, job: Job, parent: Path) -> tuple[float, float]:
+def cost(schedule: Schedule, stages: Sequence[Any], usual: Recipe) -> tuple[float, float]:
     """Count what a run took: in epochs of one network, and in what of these is not multiplied by zero."""
-    members = job.recipe.members if job.variant.method == SPLIT.method else 1
-    epochs = multiplied = float(len(RunFolder(parent).records())) if schedule.parent else 0.0
-    for record in RunFolder(job.run).records():
-        number = record["member"] or 0
+    members = usual.members if schedule.variant.method == SPLIT.method else 1
+    total = multiplied = float(usual.epochs.train) if schedule.parent else 0.0
+    for phase, number, epochs in stages:
         free = 1 - number / members if members > 1 else 1.0
-        epochs += 1
-        multiplied += 1 / members if record["phase"] in ("finetune", "train") else free
-        if "distill=0.5" in job.variant.settings and record["phase"] == "finetune":
-            epochs += FORWARD * number
-            multiplied += FORWARD * number / members
-    return epochs, multiplied
+        total += epochs
+        multiplied += epochs * (1 / members if phase in ("finetune", "train") else free)
+        if schedule.variant == DISTILLED and phase == "finetune":
+            total += epochs * FORWARD * number
+            multiplied += epochs * FORWARD * number / members
+    return total, multiplied
 
 
 def cells(line: Line, spent: tuple[float, float]) -> list[str]:
@@ -149,7 +130,3 @@ def draw(lines: Sequence[Line], costs: Sequence[tuple[float, float]], path: Path
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=7)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    main()
