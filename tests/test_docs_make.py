@@ -14,9 +14,9 @@ import cheaper
 import classifiers
 import evidence
 import held_out
-import held_out_table
-import kept
 import plures
+import store
+import tables
 from plures.lab.compare import worker
 from plures.lab.compare.jobs import Job, Variant
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
@@ -92,16 +92,20 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, c
         return {}
 
     monkeypatch.setattr(evidence, "make_runs", make)
-    keep_in(tmp_path, monkeypatch)
+    keep_in(tmp_path / "results", monkeypatch)
     evidence.main(["--runs", str(tmp_path / "runs")])
-    lines = (tmp_path / "cheaper-digits.md").read_text().splitlines()
+    monkeypatch.chdir(tmp_path)
+    child = tmp_path / "results/runs/digits-split-from-one-parent-a-quarter/orthogonal-dropout/seed-0.json"
+    child.unlink()
+    evidence.main(["--tables", "--runs", "runs"])  # the same folder by another name
+    assert child.is_file()
+    lines = (tmp_path / "results/cheaper-digits.md").read_text().splitlines()
     spent = {cells[1].strip(): float(cells[2]) for line in lines[2:6] for cells in [line.split("|")]}
     # A parent takes 2 epochs and spares the first pre-training; distilling the second member takes a third of an epoch.
     assert spent == dict(zip(rows, (2, 11, 2 + 1 + 1 + 1 + 1, 5), strict=True))
-    assert "one network" in (tmp_path / "cheaper-digits.svg").read_text()
+    assert "one network" in (tmp_path / "results/cheaper-digits.svg").read_text()
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path / "results").rglob("seed-0.json"))
     # Another machine has no run, but needs the parent for what is missing.
-    child = tmp_path / "results/digits-split-from-one-parent-a-quarter/orthogonal-dropout/seed-0.json"
     before = child.read_text()
     child.unlink()
     made.clear()
@@ -109,19 +113,18 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, c
     assert made == ["digits", "digits-split-from-one-parent-a-quarter"]
     same = [json.loads(text)["held_out"] for text in (before, child.read_text())]
     assert same[0] == same[1]
-    assert capsys.readouterr().out.splitlines() == ["cheaper-digits: 4 runs"] * 2
+    assert capsys.readouterr().out.splitlines() == ["cheaper-digits: 4 runs"] * 3
 
 
 def keep_in(folder: Path, monkeypatch) -> None:
     """Keep figures and tables in a folder instead of that of the site."""
-    for module in (cheaper, evidence, held_out_table):
-        monkeypatch.setattr(module, "RESULTS", folder)
-    monkeypatch.setattr(kept, "RUNS", folder / "results")
+    monkeypatch.setattr(store, "RESULTS", folder)
+    monkeypatch.setenv("PYTHONPATH", "")
 
 
 def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
-    keep_in(tmp_path, monkeypatch)
+    keep_in(tmp_path / "results", monkeypatch)
     small = replace(get_recipe("digits"), width=8, limit=120, validation=40, epochs=Epochs(train=1))
     monkeypatch.setitem(RECIPES, "digits", small)
     wanted = evidence.Wanted("table1-digits", "digits", (evidence.SINGLE, Variant("mc-dropout")), (0, 1))
@@ -137,27 +140,27 @@ def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkey
         return {}
 
     monkeypatch.setattr(evidence, "make_runs", make)
-    monkeypatch.setattr(kept, "costs_of", lambda *_: Costs(size=1.0, prediction=2.0, epochs=3.0))
+    monkeypatch.setattr(store, "costs_of", lambda *_: Costs(size=1.0, prediction=2.0, epochs=3.0))
     with pytest.raises(KeyboardInterrupt):
         evidence.main(["--runs", str(tmp_path / "one machine")])
     evidence.main(["--runs", str(tmp_path / "another")])  # which has none of the runs, and makes the last one only
     assert made == [("deterministic", 0), ("mc-dropout", 0), ("deterministic", 1), ("mc-dropout", 1)]
     evidence.main(["--runs", str(tmp_path / "another")])
     assert len(made) == 4, "what is kept is not made again"
-    single, dropout = json.loads((tmp_path / "table1-digits.json").read_text())["rows"]
+    single, dropout = json.loads((tmp_path / "results/table1-digits.json").read_text())["rows"]
     assert single["seeds"] == dropout["seeds"] == [0, 1]
     runs = [tmp_path / "one machine/digits/deterministic" / f"seed-{seed}/metrics.json" for seed in (0, 1)]
     accuracies = [json.loads(path.read_text())["accuracy"] for path in runs]
     assert single["metrics"]["accuracy"]["values"] == accuracies
     assert single["metrics"]["accuracy"]["mean"] == pytest.approx(sum(accuracies) / 2)
     assert single["costs"] == dropout["costs"] == {"size": 1.0, "prediction": 2.0, "epochs": 3.0}
-    text = (tmp_path / "table1-digits.md").read_text()
+    text = (tmp_path / "results/table1-digits.md").read_text()
     assert "seeds 0, 1: mean ± standard deviation" in text
     monkeypatch.setattr(evidence, "WANTED", (replace(wanted, seeds=(0, 1, 2)),))
-    path = tmp_path / "results/digits/mc-dropout/seed-1.json"
+    path = tmp_path / "results/runs/digits/mc-dropout/seed-1.json"
     path.write_text(path.read_text().replace('"width": 8', '"width": 9'))  # made with another recipe
     evidence.write("table1-digits")
-    assert "fewer seeds: mc-dropout (0)" in (tmp_path / "table1-digits.md").read_text()
+    assert "fewer seeds: mc-dropout (0)" in (tmp_path / "results/table1-digits.md").read_text()
 
 
 def test_rows_of_the_evidence_have_the_figures_of_the_paper_that_belong_to_them() -> None:
@@ -168,34 +171,111 @@ def test_rows_of_the_evidence_have_the_figures_of_the_paper_that_belong_to_them(
 
 
 def test_the_tables_are_those_of_the_runs_that_were_kept(tmp_path: Path, monkeypatch, capsys) -> None:
-    results = evidence.RESULTS
-    wanted = {kept.kept_path(job) for one in evidence.WANTED for job in one.jobs(Path())}
+    results = store.RESULTS
+    wanted = {store.path_of(job) for one in evidence.WANTED for job in one.jobs(Path())}
     for path in sorted((results / "runs").glob("*/*/seed-*.json")):
         assert path in wanted, f"no table has {path}"
-    shutil.copytree(kept.RUNS, tmp_path / "results")
-    keep_in(tmp_path, monkeypatch)
+    shutil.copytree(results / "runs", tmp_path / "results/runs")
+    keep_in(tmp_path / "results", monkeypatch)
     evidence.main(["--tables", "--runs", str(tmp_path / "none")])
-    made = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert {"table1-cifar10-cpu", "cheaper-cifar10-cpu", "classifiers-digits"} <= set(made)
-    for name in made:
-        assert (tmp_path / f"{name}.md").read_text() == (results / f"{name}.md").read_text(), name
+    made = {line.partition(":")[0] for line in capsys.readouterr().out.splitlines()}
+    names = {one.table for one in evidence.WANTED}
+    assert made == {name for name in names if (results / f"{name}.md").is_file()}, "a table of runs that count no more"
+    for path in (path for name in made for path in (tmp_path / "results").glob(f"{name}.*") if path.suffix != ".svg"):
+        assert path.read_text() == (results / path.name).read_text(), path.name
+    assert names <= {found[1] for found in tables.PLACE.finditer((results.parent / "results.md").read_text())}
 
 
-def test_runs_with_other_settings_are_no_evidence(tmp_path: Path, monkeypatch) -> None:
+def test_a_table_is_named_as_a_whole_or_by_its_beginning() -> None:
+    def tables_of(*names: str) -> set[str]:
+        return {one.table for one in evidence.chosen(names)}
+
+    assert tables_of("classifiers-digits") == {"classifiers-digits"}
+    assert tables_of("classifiers-dig") == {"classifiers-digits", "classifiers-digits-resnet"}
+    assert tables_of("") == {one.table for one in evidence.WANTED}
+
+
+@pytest.fixture
+def wanted(tmp_path: Path, monkeypatch) -> evidence.Wanted:
+    """Three seeds of a small run that are wanted, none of which was kept."""
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
-    keep_in(tmp_path, monkeypatch)
+    keep_in(tmp_path / "results", monkeypatch)
     small = replace(get_recipe("digits"), width=8, limit=120, validation=40, epochs=Epochs(train=1))
     monkeypatch.setitem(RECIPES, "digits", small)
-    variant = Variant("mc-dropout")
-    (job,) = evidence.Wanted("table1-digits", "digits", (variant,)).jobs(tmp_path / "runs")
+    wanted = evidence.Wanted("table1-digits", "digits", (Variant("mc-dropout"),), (0, 1, 2))
+    monkeypatch.setattr(evidence, "WANTED", (wanted,))
+    return wanted
+
+
+def test_runs_with_other_settings_are_no_evidence(tmp_path: Path, wanted: evidence.Wanted) -> None:
+    job = wanted.jobs(tmp_path / "runs")[0]
     worker.make(worker.describe(job, None))
-    kept.keep(job, None)
-    assert kept.kept(job, "metrics") is not None
-    kept.kept_path(job).unlink()
+    store.keep(job, None)
+    assert store.read(job, "metrics") is not None
+    path = store.path_of(job)
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps(kept | {"options": kept["options"] | {"passes": 9}}))
+    assert store.read(job, "metrics") is None, "the method had another default when it was made"
+    del kept["recipe"]["clip"]
+    path.write_text(json.dumps(kept))
+    assert store.read(job, "metrics") is not None, "a setting that is new, and None, changes nothing"
+    path.unlink()
     with pytest.raises(plures.PluresError, match="width"):
-        kept.keep(replace(job, recipe=replace(small, width=9)), None)
+        store.keep(replace(job, recipe=replace(job.recipe, width=9)), None)
     with pytest.raises(plures.PluresError, match="made with other options than mc-dropout rate=0.3 has"):
-        kept.keep(replace(job, variant=Variant("mc-dropout", ("rate=0.3",))), None)
-    assert not kept.kept_path(job).exists()
+        store.keep(replace(job, variant=Variant("mc-dropout", ("rate=0.3",))), None)
+    assert not path.exists()
     with pytest.raises(SystemExit):
         evidence.main(["--only", "tabel1"])
+
+
+def test_a_bad_folder_among_the_runs_costs_none_of_the_others(tmp_path: Path, wanted: evidence.Wanted) -> None:
+    jobs = wanted.jobs(tmp_path / "runs")
+    for job in jobs:
+        worker.make(worker.describe(job, None))
+    config = jobs[1].run / "config.json"
+    config.write_text(config.read_text().replace('"width": 8', '"width": 9'))
+    with pytest.raises(SystemExit, match="recipe.width was 9 and is 8"):
+        evidence.main(["--tables", "--runs", str(tmp_path / "runs")])
+    table = tmp_path / "results/table1-digits.json"
+    assert json.loads(table.read_text())["rows"][0]["seeds"] == [0, 2]
+
+
+def test_what_was_kept_stays_until_it_counts_no_more(tmp_path: Path, wanted: evidence.Wanted, monkeypatch) -> None:
+    job = wanted.jobs(tmp_path / "runs")[0]
+    worker.make(worker.describe(job, None))
+    store.keep(job, None)
+    path = store.path_of(job)
+    kept = json.loads(path.read_text())
+    kept["metrics"]["nll"] = 7.0
+    del kept["held_out"]  # as in figures from before they were measured there
+    path.write_text(json.dumps(kept))
+    store.keep(job, None)  # made again, perhaps on another machine
+    again = json.loads(path.read_text())
+    assert again["metrics"]["nll"] == 7.0
+    assert again["held_out"]["images"] > 0
+    evidence.main(["--tables", "--runs", str(tmp_path / "none")])
+    table = tmp_path / "results/table1-digits.md"
+    assert "7.000" in table.read_text()
+    monkeypatch.setitem(RECIPES, "digits", replace(RECIPES["digits"], width=9))
+    evidence.main(["--tables", "--runs", str(tmp_path / "none")])
+    assert not table.exists()
+
+
+def test_runs_of_different_images_are_not_put_into_one_table() -> None:
+    one = {"recipe": {"seed": 0}, "data": "some"}
+    store.refuse_other_data("table1", [one, one, {"recipe": {"seed": 1}, "data": "others"}, {"recipe": {"seed": 0}}])
+    with pytest.raises(plures.PluresError, match="table1 with seed 0 were made of different images"):
+        store.refuse_other_data("table1", [one, one | {"data": "others"}])
+
+
+def test_parents_and_teachers_count_as_training() -> None:
+    recipe = get_recipe("digits")
+    named = {one.name: one for one in cheaper.SCHEDULES}
+    stages = [["prune", 0, 3], ["finetune", 0, 30], ["pretrain", 4, 8], ["finetune", 4, 30]]
+    assert cheaper.cost(named["split, distilled"], stages, recipe) == pytest.approx(
+        (71 + 30 * 4 / 3, 3 + 6 + 8 / 5 + 6 + 30 * 4 / 3 / 5)
+    )
+    assert cheaper.cost(named["split from one parent, a quarter"], stages, recipe) == pytest.approx(
+        (30 + 71, 30 + 3 + 6 + 8 / 5 + 6)
+    )

@@ -17,7 +17,8 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 
-from held_out_table import RESULTS, Line, lines_of, save
+import store
+from held_out_table import Line, lines_of, save
 from plures.lab.compare.jobs import Comparison, Job, Variant
 from plures.lab.recipes import Recipe, get_recipe
 
@@ -84,10 +85,9 @@ def write(recipe: str, seeds: Sequence[int]) -> int:
     if not lines:
         return 0
     named = {schedule.name: schedule for schedule in SCHEDULES}
-    costs = [cost(named[line.name], line.kept[0]["stages"], get_recipe(recipe)) for line in lines]
-    save(f"cheaper-{recipe}", lines, COLUMNS, [cells(*pair) for pair in zip(lines, costs, strict=True)])
-    draw(lines, costs, RESULTS / f"cheaper-{recipe}.svg")
-    return sum(len(line.kept) for line in lines)
+    costs = [cost(named[line.name], line.runs[0]["stages"], get_recipe(recipe)) for line in lines]
+    draw(lines, costs, store.RESULTS / f"cheaper-{recipe}.svg")
+    return save(f"cheaper-{recipe}", lines, COLUMNS, [cells(*pair) for pair in zip(lines, costs, strict=True)])
 
 
 def cost(schedule: Schedule, stages: Sequence[Any], usual: Recipe) -> tuple[float, float]:

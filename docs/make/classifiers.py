@@ -38,8 +38,8 @@ def jobs_of(recipe: str, seeds: Sequence[int], runs: Path) -> dict[str, list[Job
 def write(recipe: str, seeds: Sequence[int]) -> int:
     """Write the table of the forms whose runs were kept, and say how many runs there are."""
     lines = lines_of(jobs_of(recipe, seeds, Path()))
-    if not lines or lines[0].name != "one network":
-        return 0  # its file is the unit of sizes
+    if not lines or lines[0].name != "one network":  # its file is the unit of sizes
+        return 0
     plain = lines[0].mean("bytes")
     cells = [
         [
@@ -53,5 +53,4 @@ def write(recipe: str, seeds: Sequence[int]) -> int:
         ]
         for line in lines
     ]
-    save(f"classifiers-{recipe}", lines, COLUMNS, cells)
-    return sum(len(line.kept) for line in lines)
+    return save(f"classifiers-{recipe}", lines, COLUMNS, cells)

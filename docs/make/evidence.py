@@ -6,21 +6,25 @@
 
 `WANTED` lists the runs. The figures of a finished run are kept in docs/results/runs, in the layout of run folders:
 another machine continues where this one stopped. Interrupted runs are resumed. `--tables --data-dir data` also keeps
-the figures of runs that have finished while others continue. To measure a run again, delete its file; a run of a recipe
-that has changed since is made again. The tables go to docs/results; `make docs` puts them into docs/results.md.
+the figures of runs that have finished while others continue. Figures of another recipe or of other options do not
+count, and a folder with such a run is refused. The tables go to docs/results; `make docs` puts them into
+docs/results.md.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import cheaper
 import classifiers
-from kept import Images, keep, keep_costs, kept, kept_costs, kept_seeds, machines
+import store
+from plures.errors import PluresError
 from plures.lab.compare import table
 from plures.lab.compare.compare import make_runs
 from plures.lab.compare.jobs import Comparison, Job, Variant, unique
@@ -31,8 +35,7 @@ from plures.lab.paper.targets import AS_PUBLISHED, TARGETS
 from plures.lab.recipes import get_recipe
 from plures.lab.training.progress import duration
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results"
+HERE = str(Path(__file__).parent)
 SINGLE, PACKED, SPLIT, DEEP, BATCH = map(
     Variant, ("deterministic", "packed-ensemble", "orthogonal-dropout", "deep-ensemble", "batch-ensemble")
 )
@@ -48,7 +51,7 @@ class Wanted:
     recipe: str
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...] = (0,)
-    images: Images = "metrics"
+    images: ClassVar[store.Images] = "metrics"
 
     def jobs(self, runs: Path) -> list[Job]:
         """List the runs."""
@@ -67,7 +70,7 @@ class HeldOut:
     recipe: str
     seeds: tuple[int, ...] = (0,)
     rows: tuple[str, ...] = ()
-    images: Images = "held_out"
+    images: ClassVar[store.Images] = "held_out"
 
     @property
     def table(self) -> str:
@@ -81,7 +84,8 @@ class HeldOut:
 
     def write(self) -> int:
         """Write the table of all runs that were kept for it, and say how many they are."""
-        return int(self.kind.write(self.recipe, self.seeds))
+        seeds = {seed for one in WANTED if one.table == self.table for seed in one.seeds}
+        return int(self.kind.write(self.recipe, sorted(seeds)))
 
 
 # The most important first: the claim itself with three seeds, whether it holds elsewhere, what the parts contribute.
@@ -103,7 +107,6 @@ WANTED: tuple[Wanted | HeldOut, ...] = (
         cheaper,
         "cifar10-cpu",
         rows=(
-            "one network",  # the parent
             "split, a quarter, finetuned from a third of the rate",
             "split from one parent, a quarter",
             "split, a quarter, distilled",
@@ -125,15 +128,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=Path, help="the folder of the data sets")
     parser.add_argument("--jobs", type=int, help="runs at a time; one per core if not given")
     asked = parser.parse_args(words)
-    wanted = [one for one in WANTED if one.table.startswith(tuple(asked.only))]
+    wanted = chosen(asked.only)
     if not wanted:
         parser.error(f"--only takes the beginnings of {', '.join(dict.fromkeys(one.table for one in WANTED))}")
-    jobs = [(job, one.images) for one in wanted for job in one.jobs(asked.runs)]
-    missing = unique(job for job, images in jobs if kept(job, images) is None)
+    runs = asked.runs.resolve()  # a run that starts from another one names it so
+    jobs = [(job, one.images) for one in wanted for job in one.jobs(runs)]
+    missing = unique(job for job, images in jobs if store.read(job, images) is None)
     starts = {job.recipe.weights for job in missing}
-    parents = unique(job for job, _ in jobs if str(job.run) in starts)
-    # The processes of the runs find the networks of this folder.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    parents = unique(job for one in WANTED for job in one.jobs(runs) if str(job.run) in starts)
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the processes of runs find the networks of this folder
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [HERE, *known])))
     failures: dict[Path, str] = {}
     try:
         for due in (parents, missing):
@@ -141,15 +145,36 @@ def main(words: Sequence[str] | None = None) -> None:
                 failures |= make_runs(due, asked.jobs, asked.data_dir, "here")
     finally:  # even if somebody lost patience
         for job in filter(is_done, missing):
-            keep(job, asked.data_dir)
+            with noted(failures, job):
+                store.keep(job, asked.data_dir)
     if not asked.tables:
-        for job in {job.run.parent: job for job, images in jobs if images == "metrics" and kept(job, images)}.values():
-            keep_costs(job, asked.data_dir)
+        kept = [job for job, images in jobs if images == "metrics" and store.read(job, images)]
+        for job in {job.run.parent: job for job in kept}.values():
+            with noted(failures, job):
+                store.keep_costs(job, asked.data_dir)
     for name, one in {one.table: one for one in wanted}.items():
         if count := one.write():
             print(f"{name}: {count} runs")
+        else:
+            store.remove(name)
     if failures:
         sys.exit("\n".join(f"{run}: {reason}" for run, reason in failures.items()))
+
+
+def chosen(names: Sequence[str]) -> list[Wanted | HeldOut]:
+    """List what is wanted for tables whose names begin in these ways, or are one of these."""
+    exact = {one.table for one in WANTED} & set(names)
+    others = tuple(name for name in names if name not in exact)
+    return [one for one in WANTED if one.table in exact or one.table.startswith(others)]
+
+
+@contextmanager
+def noted(failures: dict[Path, str], job: Job) -> Iterator[None]:
+    """Note why something failed for a run, and go on with the next one."""
+    try:
+        yield
+    except PluresError as error:
+        failures[job.run] = str(error)
 
 
 class Kept(Finished):
@@ -167,11 +192,12 @@ def write(name: str) -> int:
     recipe, target = wanted[0].recipe, TARGETS.get(name.partition("-")[0], TARGETS["table1"])
     paper = (target.paper or TABLE1).get(paper_data(get_recipe(recipe).data), {})
     order = target.variants(recipe) if name.startswith("table") else wanted[0].variants
-    rows, documents = [], []
+    rows: list[Row] = []
+    documents: list[store.Kept] = []
     for variant in dict.fromkeys((*order, *(variant for one in wanted for variant in one.variants))):
         (first,) = Wanted(name, recipe, (variant,)).jobs(Path())
-        jobs = Wanted(name, recipe, (variant,), kept_seeds(first)).jobs(Path())
-        found = {job.recipe.seed: one for job in jobs if (one := kept(job, "metrics"))}
+        jobs = Wanted(name, recipe, (variant,), store.seeds_of(first)).jobs(Path())
+        found = {job.recipe.seed: one for job in jobs if (one := store.read(job, "metrics"))}
         documents += found.values()
         runs = [
             Kept(Path(), {"recipe": {"seed": seed}, "method": variant.method}, one["metrics"])
@@ -179,10 +205,11 @@ def write(name: str) -> int:
         ]
         published = paper.get(variant.name) if target.paper else paper.get(paper_name(variant))
         if runs:
-            rows.append(Row(variant.name, tuple(runs), kept_costs(first), published))
+            rows.append(Row(variant.name, tuple(runs), store.kept_costs(first), published))
+    store.refuse_other_data(name, documents)
     if rows:
-        notes = about(name, rows) | {"machines": machines(documents)} | target.notes
-        table.write(RESULTS, name, rows, target.columns(rows), notes)
+        notes = about(name, rows) | {"machines": store.machines(documents)} | target.notes
+        table.write(store.RESULTS, name, rows, target.columns(rows), notes)
     return len(documents)
 
 

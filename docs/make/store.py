@@ -1,0 +1,173 @@
+"""The figures of finished runs, in docs/results/runs: what one machine has measured, another need not make again.
+
+Figures count for a run of today if recipe and options are the same.
+"""
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from held_out import figures
+from plures import files
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
+from plures.lab.compare import table
+from plures.lab.compare.compare import refuse_others
+from plures.lab.compare.jobs import Job
+from plures.lab.compare.rows import Finished
+from plures.lab.data import DataInfo
+from plures.lab.method_names import method_class, method_options
+from plures.lab.runs.config import differences
+from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import data_for, described, ensemble_for, network_for
+from plures.lab.timing.costs import Costs, costs_of
+from plures.lab.timing.machine import machine
+
+RESULTS = Path(__file__).parent.parent / "results"
+Images = Literal["metrics", "held_out"]  # of the test, or neither trained nor tested on
+Kept = Any  # the JSON document of a run
+
+
+def path_of(job: Job) -> Path:
+    """Say where the figures of a run are kept."""
+    return RESULTS / "runs" / job.recipe_name / job.variant.folder / f"seed-{job.recipe.seed}.json"
+
+
+def read(job: Job, images: Images) -> Kept | None:
+    """Read what was kept of a run; None if there is nothing, of another recipe or options, or not on these images."""
+    path = path_of(job)
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return found if images in found and _is_of_today(found, job) else None
+
+
+def keep(job: Job, data_dir: Path | None) -> None:
+    """Keep the figures of a finished run; one that was made with other settings is refused.
+
+    What was kept before stays as it is: figures in a table do not change because a run was made again.
+    """
+    refuse_others(job)
+    path, run = path_of(job), Finished.read(job.run)
+    ensemble, _ = _untrained(job, described(run.config, job.run)[1])
+    if json.loads(json.dumps(ensemble.options())) != run.config["options"]:  # with other defaults, perhaps
+        raise PluresError(f"the run in {job.run} was made with other options than {job.variant.name} has: delete it")
+    stages = groupby(RunFolder(job.run).records(), lambda record: (record["phase"], record["member"]))
+    document = {
+        "recipe": _recipe(job),
+        "options": _small(run.config["options"]),
+        "data": run.config["data"]["fingerprint"],
+        "precision": run.config["environment"]["precision"],
+        "machine": _described(machine() | _versions(run.config["environment"])),
+        "metrics": {key: run.metrics[key] for key in (*table.FILED, "member_accuracies") if key in run.metrics},
+        "held_out": figures(job.run, data_dir),
+        "stages": [[phase, member, len(list(records))] for (phase, member), records in stages],
+    }
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    if before and _is_of_today(before, job):
+        document |= before
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(path, document)
+
+
+def keep_costs(job: Job, data_dir: Path | None) -> None:
+    """Measure what a method costs, if that was not done yet: best on an idle machine. It depends on no seed."""
+    if kept_costs(job) is None:
+        info = data_for(job.recipe, data_dir).info
+        found = vars(costs_of(*_untrained(job, info), job.recipe, info))
+        about = {"recipe": _seedless(_recipe(job)), "options": _options(job), "machine": _described(machine())}
+        files.write_json(_costs_path(job), about | found)
+
+
+def kept_costs(job: Job) -> Costs | None:
+    """Read what was measured of a method's costs; None if that was not done, or with another recipe or options."""
+    if not _costs_path(job).is_file():
+        return None
+    found = json.loads(_costs_path(job).read_text())
+    if differences({"recipe": found["recipe"]}, {"recipe": _seedless(_recipe(job))}) or found["options"] != _options(
+        job
+    ):
+        return None
+    return Costs(**{one.name: found[one.name] for one in fields(Costs)})
+
+
+def seeds_of(job: Job) -> tuple[int, ...]:
+    """List the seeds of a method that something was kept of."""
+    found = path_of(job).parent.glob("seed-*.json")
+    return tuple(sorted(int(path.stem.removeprefix("seed-")) for path in found))
+
+
+def machines(documents: Iterable[Kept]) -> str:
+    """Describe the machines that made some runs, each once."""
+    return "; ".join(dict.fromkeys(f"{one['machine']}, precision {one['precision']}" for one in documents))
+
+
+def refuse_other_data(name: str, documents: Iterable[Kept]) -> None:
+    """Refuse to put runs of one seed into one table that were made of different images."""
+    seen: dict[int, str] = {}
+    for one in documents:
+        if "data" in one and seen.setdefault(one["recipe"]["seed"], one["data"]) != one["data"]:
+            raise PluresError(f"the runs of {name} with seed {one['recipe']['seed']} were made of different images")
+
+
+def remove(name: str) -> None:
+    """Remove a table of which no run counts any more."""
+    for path in RESULTS.glob(f"{name}.*"):
+        path.unlink()
+
+
+def _is_of_today(found: Kept, job: Job) -> bool:
+    """Compare as run folders do: a setting that is new, and None, changes nothing."""
+    if differences({"recipe": found["recipe"]}, {"recipe": _recipe(job)}):
+        return False
+    stored = found["options"]  # a method may store an option in another form
+    return all(stored[name] == value for name, value in _options(job).items() if name in stored)
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Give the options of a method that are known without its network."""
+    method = method_class(job.variant.method)
+    parameters = inspect.signature(method).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default not in (None, one.empty)}
+    return _small(json.loads(json.dumps(defaults | method_options(method, job.variant.settings), default=str)))
+
+
+def _small(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what follows from the recipe and the network."""
+    return {name: value for name, value in options.items() if name not in ("members", "seed", "init", "roles", "loss")}
+
+
+def _recipe(job: Job) -> Any:
+    """Give a recipe as it is kept: a run that it starts from is called as in every folder of runs."""
+    values = json.loads(json.dumps(job.recipe.as_json()))
+    if values["weights"] is not None:
+        values["weights"] = "/".join(Path(values["weights"]).parts[-3:])
+    return values
+
+
+def _seedless(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in ("seed", "weights")}
+
+
+def _costs_path(job: Job) -> Path:
+    return path_of(job).with_name("costs.json")
+
+
+def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: environment[name] for name in ("plures", "python", "torch", "threads") if name in environment}
+
+
+def _described(about: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def _untrained(job: Job, info: DataInfo) -> tuple[Ensemble, nn.Module]:
+    """Build the ensemble of a run, and the network that it is made of."""
+    network = network_for(job.recipe, len(info.classes), info.channels, info.size)
+    return ensemble_for(job.recipe, job.variant.method, job.variant.settings, network), network
