@@ -116,6 +116,18 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, c
     assert capsys.readouterr().out.splitlines() == ["cheaper-digits: 4 runs"] * 3
 
 
+def test_runs_wait_for_their_parents_and_for_no_others() -> None:
+    jobs = cheaper.jobs_of("digits-resnet", [0], Path("runs"))
+    names = ("split, a quarter, distilled", "split from one parent, a quarter", "split, distilled", "one network")
+    distilled, child, other, parent = (jobs[name][0] for name in names)
+    assert evidence.turns([distilled, child, other], Path("runs")) == [[distilled], [parent], [child, other]]
+    assert evidence.turns([distilled, child, parent], Path("runs")) == [[distilled], [parent], [child]]
+    assert evidence.turns([parent, other, child], Path("runs")) == [[parent, other], [child]]
+    assert evidence.turns([distilled, other], Path("runs")) == [[distilled, other]]
+    another = jobs["split from one parent, no more pre-training"][0]
+    assert evidence.turns([child, another], Path("runs")) == [[parent], [child, another]]
+
+
 def keep_in(folder: Path, monkeypatch) -> None:
     """Keep figures and tables in a folder instead of that of the site."""
     monkeypatch.setattr(store, "RESULTS", folder)
