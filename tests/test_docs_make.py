@@ -253,6 +253,21 @@ def test_a_bad_folder_among_the_runs_costs_none_of_the_others(tmp_path: Path, wa
     assert json.loads(table.read_text())["rows"][0]["seeds"] == [0, 2]
 
 
+@pytest.mark.usefixtures("wanted")
+def test_some_of_the_runs_are_chosen_by_their_folders(tmp_path: Path, monkeypatch) -> None:
+    made: list[str] = []
+
+    def make(jobs: list[Job], *_: object) -> dict[Path, str]:
+        made.extend(job.run.name for job in jobs)
+        return {}
+
+    monkeypatch.setattr(evidence, "make_runs", make)
+    for words in (["--folder", "dropout/seed-1", "seed-2"], ["--folder", "seed-9"], ["--folder", tmp_path.name], []):
+        evidence.main(["--runs", str(tmp_path / "runs"), *words])
+        made.append("|")
+    assert "".join(made) == "seed-1seed-2|||seed-0seed-1seed-2|"
+
+
 def test_what_was_kept_stays_until_it_counts_no_more(tmp_path: Path, wanted: evidence.Wanted, monkeypatch) -> None:
     job = wanted.jobs(tmp_path / "runs")[0]
     worker.make(worker.describe(job, None))

@@ -1,8 +1,9 @@
 """Make the tables that take many hours: run by run, on any machine.
 
-    python docs/make/evidence.py --data-dir data                 # make what is missing, the most important runs first
-    python docs/make/evidence.py --data-dir data --only table3   # only the runs of some tables
-    python docs/make/evidence.py --tables                        # make no run; tables of what there is
+    python docs/make/evidence.py --data-dir data                           # what is missing, the most important first
+    python docs/make/evidence.py --data-dir data --only table3             # only the runs of some tables
+    python docs/make/evidence.py --data-dir data --folder ensemble/seed-1  # only runs with such folders
+    python docs/make/evidence.py --tables                                  # make no run; tables of what there is
 
 `WANTED` lists the runs. The figures of a finished run are kept in docs/results/runs, in the layout of run folders:
 another machine continues where this one stopped. Interrupted runs are resumed. `--tables --data-dir data` also keeps
@@ -126,6 +127,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Make the runs that are missing, keep their figures, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TABLE", help="tables whose names begin like this")
+    parser.add_argument("--folder", nargs="+", default=[""], metavar="PART", help="runs whose folders contain this")
     parser.add_argument("--tables", action="store_true", help="make no run, and measure no cost")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of the runs")
     parser.add_argument("--data-dir", type=Path, help="the folder of the data sets")
@@ -137,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     runs = asked.runs.resolve()  # a run that starts from another one names it so
     jobs = [(job, one.images) for one in wanted for job in one.jobs(runs)]
     missing = unique(job for job, images in jobs if store.read(job, images) is None)
+    missing = [job for job in missing if any(part in str(job.run.relative_to(runs)) for part in asked.folder)]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the processes of runs find the networks of this folder
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [HERE, *known])))
     failures: dict[Path, str] = {}
