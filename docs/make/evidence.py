@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
+import torch
+
 import cheaper
 import classifiers
 import store
@@ -256,4 +258,5 @@ def about(name: str, rows: Sequence[Row]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as the runs have: beside one of them, two threads take many times as long as one
     main()
