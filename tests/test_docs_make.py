@@ -124,6 +124,9 @@ def test_runs_wait_for_their_parents_and_for_no_others() -> None:
     assert evidence.turns([distilled, child, parent], Path("runs")) == [[distilled], [parent], [child]]
     assert evidence.turns([parent, other, child], Path("runs")) == [[parent, other], [child]]
     assert evidence.turns([distilled, other], Path("runs")) == [[distilled, other]]
+    wanted = evidence.unique(job for one in evidence.WANTED for job in one.jobs(Path("runs")))
+    made = evidence.turns(wanted, Path("runs"))
+    assert sorted(job.run for turn in made for job in turn) == sorted(job.run for job in wanted), "each of them once"
     another = jobs["split from one parent, no more pre-training"][0]
     assert evidence.turns([child, another], Path("runs")) == [[parent], [child, another]]
 
