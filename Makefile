@@ -36,8 +36,8 @@ attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--on
 memcheck:  ## the native kernels under AddressSanitizer, over random layers
 	mkdir -p build
 	for lanes in 8 16; do \
-	    $(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=$$lanes -DNAME=kernels_portable \
-	        -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/library.c -o build/memcheck -lm \
+	    $(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=$$lanes -DNAME=kernels_portable -DTRAINING=training_portable \
+	        -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/training.c src/plures/native/library.c -o build/memcheck -lm \
 	        && build/memcheck || exit 1; \
 	done
 

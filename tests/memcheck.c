@@ -8,6 +8,9 @@
 const Kernels *plures_kernels(const char *);
 int plures_convolution(const Kernels *, const Convolution *, int threads);
 int plures_block_linear(const Kernels *, const BlockLinear *, int threads);
+int plures_masked_sums(const Kernels *, const MaskedConvolution *, int threads);
+int plures_masked_gradient(const Kernels *, const MaskedConvolution *, int threads);
+int plures_norm(const Kernels *, const Norm *, int threads);
 
 static uint64_t state = 88172645463325252u;
 static int below(int n) {
@@ -99,11 +102,83 @@ static void linear(void) {
     free(starts), free(places), free(values), free(bias), free(x), free(y);
 }
 
+static double masked(void) {
+    const int blocks = 1 + below(6), channels = 1 + below(20), outputs = 1 + below(10), k = 1 + below(4), taps = k * k;
+    const int stride = 1 + below(3), padding = below(3), flipped = stride == 1 && below(2);
+    int height = 1 + below(10), width = 1 + below(10);
+    if (height + 2 * padding < k) height = k;
+    if (width + 2 * padding < k) width = k;
+    const int out_height = (height + 2 * padding - k) / stride + 1, out_width = (width + 2 * padding - k) / stride + 1;
+    const int64_t map = (int64_t)height * width * LANES, out_map = (int64_t)out_height * out_width * LANES;
+    int32_t *starts = malloc(sizeof(int32_t) * (outputs + 1)), *places = malloc(sizeof(int32_t) * outputs * channels);
+    int at = 0;
+    for (int o = 0; o < outputs; o++) {
+        starts[o] = at;
+        for (int c = 0; c < channels; c++)
+            if (below(2)) places[at++] = c;
+    }
+    starts[outputs] = at;
+    places = realloc(places, sizeof(int32_t) * (at ? at : 1));
+    float *x = numbers(blocks * channels * map), *y = numbers(blocks * outputs * out_map), *bias = numbers(outputs);
+    float *weight = numbers((int64_t)outputs * channels * taps), *given = numbers(blocks * outputs * out_map);
+    MaskedConvolution layer = {{x, channels, height, width}, {y, outputs, out_height, out_width}, weight, bias, starts, places,
+                               (int64_t)channels * taps, taps, blocks, k, k, stride, padding, padding, flipped};
+    plures_masked_sums(plures_kernels("portable"), &layer, 1 + below(3));
+    double worst = 0;
+    double *kernels = calloc((int64_t)outputs * channels * taps, sizeof(double));
+    for (int n = 0; n < blocks; n++)
+        for (int o = 0; o < outputs; o++)
+            for (int64_t p = 0; p < out_map; p++) {
+                const int lane = p % LANES, column = p / LANES % out_width, row = p / LANES / out_width;
+                const int64_t place = ((int64_t)n * outputs + o) * out_map + p;
+                double sum = bias[o];
+                for (int i = starts[o]; i < starts[o + 1]; i++)
+                    for (int t = 0; t < taps; t++) {
+                        const int from_y = row * stride + t / k - padding, from_x = column * stride + t % k - padding;
+                        if (from_y < 0 || from_y >= height || from_x < 0 || from_x >= width) continue;
+                        const int64_t kernel = ((int64_t)o * channels + places[i]) * taps;
+                        const double input = x[((int64_t)n * channels + places[i]) * map + ((int64_t)from_y * width + from_x) * LANES + lane];
+                        sum += weight[kernel + (flipped ? taps - 1 - t : t)] * input;
+                        kernels[kernel + t] += given[place] * input;
+                    }
+                worst = fmax(worst, fabs(sum - y[place]));
+            }
+    layer.output.values = given;
+    plures_masked_gradient(plures_kernels("portable"), &layer, 1 + below(3));
+    for (int o = 0; o < outputs; o++)
+        for (int i = starts[o]; i < starts[o + 1]; i++)
+            for (int t = 0; t < taps; t++) {
+                const int64_t tap = ((int64_t)o * channels + places[i]) * taps + t;
+                worst = fmax(worst, fabs(weight[tap] - kernels[tap]) / 10);
+            }
+    free(starts), free(places), free(x), free(y), free(bias), free(weight), free(given), free(kernels);
+    return worst;
+}
+
+/* Compared with torch elsewhere: here only what is read and written counts. */
+static void norm(void) {
+    const int64_t blocks = 1 + below(3), channels = 1 + below(5), pixels = (1 + below(9)) * LANES, all = blocks * channels * pixels;
+    const int relu = below(2), added = below(2);
+    float *a[7], *c[6];
+    for (int i = 0; i < 7; i++) a[i] = numbers(all);
+    for (int i = 0; i < 6; i++) c[i] = numbers(channels);
+    Norm layer = {.input = a[0], .residual = added ? a[1] : NULL, .weight = c[0], .bias = c[1], .gradient = a[2], .output = a[3],
+                  .mean = c[2], .variance = c[3], .to_residual = relu ? a[4] : NULL, .to_input = a[5], .to_weight = c[4],
+                  .to_bias = c[5], .blocks = blocks, .channels = channels, .pixels = pixels, .epsilon = 1e-5, .relu = relu};
+    plures_norm(plures_kernels("portable"), &layer, 1 + below(3));
+    layer.backward = 1;
+    plures_norm(plures_kernels("portable"), &layer, 1 + below(3));
+    for (int i = 0; i < 7; i++) free(a[i]);
+    for (int i = 0; i < 6; i++) free(c[i]);
+}
+
 int main(void) {
     double worst = 0;
     for (int i = 0; i < 300; i++) {
         worst = fmax(worst, convolution(i % 2 ? 1 : LANES));
         linear();
+        worst = fmax(worst, masked());
+        norm();
     }
     printf("%d lanes: 300 random layers; largest difference from plain loops %.1e\n", LANES, worst);
     return worst > 1e-3;

@@ -72,7 +72,7 @@ def test_every_part_measures_something_finite(monkeypatch, tmp_path) -> None:
         *data_ratios(rounds=1, steps=2),
         *bf16_ratio(SMALL, rounds=1),
     ]
-    steps, files, memory, predictions = 2, 5, 3, 2 * 4
+    steps, files, memory, predictions = 3, 5, 3, 2 * 4
     assert len(found) == steps + files + memory + predictions + 1 + 1
     assert all(isinstance(one, Ratio) and math.isfinite(one.value) and one.value > 0 for one in found)
 
@@ -259,6 +259,8 @@ def test_a_busy_machine_does_not_make_an_estimate_longer(monkeypatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: worked[0])
 
     class Stage(nn.Module):
+        engine = None
+
         def parameter_groups(self, weight_decay: float) -> list[nn.Parameter]:
             return [self.weight]
 

@@ -1,6 +1,7 @@
 """Stages of orthogonal dropout in other people's hands: compiled, in several processes, with any kind of layer."""
 
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -223,7 +224,8 @@ def in_a_process(folder: Path, rank: int) -> None:
                     optimizer.step()
             told = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
         except PluresError as error:
-            told = f"refused {error}"
+            (folder / "said" / f"{classifier}-{rank}").write_text(f"refused {error}")
+            os._exit(0)  # at once: the other one goes on, and taking leave of it may wait for it
         (folder / "said" / f"{classifier}-{rank}").write_text(told)
     torch.distributed.destroy_process_group()
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,19 @@ def due(plan: Sequence[Step]) -> Step | None:
     return next((step for step in plan if not step.committed), None)
 
 
+class TrainingEngine(Protocol):
+    """Run the network of a stage in its place.
+
+    output = engine.output(stage.network, inputs)  # None: call the network
+    """
+
+    def output(self, network: nn.Module, inputs: Any) -> Any:
+        """Give what the network returns for a batch, or None where the network must be called itself."""
+
+    def takes(self, network: nn.Module, images: int) -> bool:
+        """Say whether it runs batches of so many images, on the CPU and in float32."""
+
+
 class Stage(nn.Module):
     """Train one stage of an ensemble with any loop: it is a module that returns the loss.
 
@@ -67,6 +80,7 @@ class Stage(nn.Module):
         self.step = step
         self.loss = loss
         self.committed = False
+        self.engine: TrainingEngine | None = None  # a faster way to run the network, where there is one
         self._commit = commit
         self.train()
 
@@ -87,7 +101,8 @@ class Stage(nn.Module):
 
     def logits(self, inputs: Any) -> Tensor:
         """Run the network under training and return its logits."""
-        return logits_of(call(self.network, inputs))
+        output = None if self.engine is None else self.engine.output(self.network, inputs)
+        return logits_of(call(self.network, inputs) if output is None else output)
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""

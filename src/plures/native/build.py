@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-SOURCES = ("owned.h", "kernels.c", "library.c")
+PER_LEVEL = ("kernels.c", "training.c")  # compiled once for each set of instructions
+SOURCES = ("owned.h", "training.h", "vectors.h", *PER_LEVEL, "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 
 
@@ -69,12 +70,14 @@ def compile_into(folder: Path, levels: Sequence[str]) -> Path:
         objects = []
         for level in levels:
             lanes, flags = LEVELS[level]
-            objects.append(str(Path(temporary, f"{level}.o")))
-            names = (f"-DLANES={lanes}", f"-DNAME=kernels_{level}", f'-DINSTRUCTIONS="{level}"')
-            _run(compiler, *FLAGS, *flags, *names, "-c", str(HERE / "kernels.c"), "-o", objects[-1])
+            names = (f"-DLANES={lanes}", f"-DNAME=kernels_{level}", f"-DTRAINING=training_{level}")
+            for source in PER_LEVEL:
+                objects.append(str(Path(temporary, f"{level}-{source}.o")))
+                told = (*flags, *names, f'-DINSTRUCTIONS="{level}"')
+                _run(compiler, *FLAGS, *told, "-c", str(HERE / source), "-o", objects[-1])
         made = Path(temporary, "library")
         have = [f"-DHAVE_{level.upper()}" for level in levels]
-        _run(compiler, *FLAGS, *have, "-shared", str(HERE / "library.c"), *objects, "-o", str(made), "-pthread")
+        _run(compiler, *FLAGS, *have, "-shared", str(HERE / "library.c"), *objects, "-o", str(made), "-pthread", "-lm")
         target = folder / f"plures-{key(levels)}-{hashlib.sha256(made.read_bytes()).hexdigest()}.so"
         made.chmod(0o755)
         made.replace(target)

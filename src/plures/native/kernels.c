@@ -5,12 +5,10 @@
 #include <stddef.h>
 #include <string.h>
 #include "owned.h"
+#include "vectors.h"
 
-#define ALWAYS static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+extern const TrainingKernels TRAINING;
 
-typedef float vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t mask __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* a block of outputs, whatever LANES is */
 typedef int32_t eight_mask __attribute__((vector_size(32), aligned(4), may_alias));
 
@@ -24,24 +22,6 @@ typedef int32_t eight_mask __attribute__((vector_size(32), aligned(4), may_alias
 #define TILE (ROWS * COLUMNS)
 #define LONGEST 12 /* vectors of pixels in a tile where lanes is 1 */
 #define LINEAR_ROWS (LANES == 16 ? 24 : 12)
-
-/* sum += a * b. Left to itself the compiler moves sums from register to register, or computes each address anew. */
-#if defined(__FMA__) && !defined(PLURES_PLAIN)
-#define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b))
-#define ADD_PRODUCT_FROM(sum, a, p) __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "m"(*(const vector *)(p)), "v"(a))
-#define KEEP_POINTER(p) __asm__("" : "+r"(p))
-#else
-#define ADD_PRODUCT(sum, a, b) ((sum) += (a) * (b))
-#define ADD_PRODUCT_FROM(sum, a, p) ((sum) += (a) * load(p))
-#define KEEP_POINTER(p) ((void)0)
-#endif
-
-ALWAYS vector load(const float *p) { return *(const vector *)p; }
-ALWAYS void store(float *p, vector v) { *(vector *)p = v; }
-ALWAYS vector splat(float value) { return value - (vector){0}; }
-ALWAYS vector positive(vector v) { return (vector)((mask)v & ~(mask)(v < splat(0))); } /* keeps NaN, as torch does */
-ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-ALWAYS int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* ---- images in the vector ---- */
 
@@ -490,8 +470,7 @@ ALWAYS eight load_eight(const float *p) { return *(const eight *)p; }
 
 /* Four rows of eight inputs become eight columns of four. */
 ALWAYS void turn(const float *const from[4], float *to) {
-#if defined(__clang__) || __GNUC__ >= 12
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#ifdef PICK
     const eight first = load_eight(from[0]), second = load_eight(from[1]), third = load_eight(from[2]), last = load_eight(from[3]);
     const eight low[2] = {PICK(first, second, 0, 8, 1, 9, 4, 12, 5, 13), PICK(third, last, 0, 8, 1, 9, 4, 12, 5, 13)};
     const eight high[2] = {PICK(first, second, 2, 10, 3, 11, 6, 14, 7, 15), PICK(third, last, 2, 10, 3, 11, 6, 14, 7, 15)};
@@ -581,4 +560,5 @@ const Kernels NAME = {
     .linear_items = linear_items,
     .linear_scratch = linear_scratch,
     .linear_item = linear_item,
+    .training = &TRAINING,
 };

@@ -130,6 +130,41 @@ int plures_block_linear(const Kernels *kernels, const BlockLinear *layer, int th
     return share(&job);
 }
 
+/* ---- training ---- */
+
+static void sums_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->sums_item(job->layer, item, scratch); }
+
+int plures_masked_sums(const Kernels *kernels, const MaskedConvolution *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = sums_item, .threads = threads};
+    job.items = kernels->training->sums_items(layer);
+    job.scratch = kernels->training->sums_scratch(layer);
+    const Maps *to = &layer->output;
+    prefer_large_pages(to->values, (int64_t)layer->blocks * to->channels * to->height * to->width * kernels->lanes);
+    return share(&job);
+}
+
+static void gradient_item(const Job *job, int64_t item, void *scratch) {
+    job->kernels->training->gradient_item(job->layer, job->items, item, scratch);
+}
+
+int plures_masked_gradient(const Kernels *kernels, const MaskedConvolution *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = gradient_item, .threads = threads};
+    job.items = threads < layer->output.channels ? threads : layer->output.channels; /* each copies the inputs anew */
+    job.scratch = kernels->training->gradient_scratch(layer);
+    return share(&job);
+}
+
+static void norm_item(const Job *job, int64_t channel, void *scratch) {
+    (void)scratch;
+    job->kernels->training->norm_item(job->layer, channel);
+}
+
+int plures_norm(const Kernels *kernels, const Norm *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = norm_item, .threads = threads, .items = layer->channels};
+    prefer_large_pages(layer->backward ? layer->to_input : layer->output, layer->blocks * layer->channels * layer->pixels);
+    return share(&job);
+}
+
 /* ---- layouts and factors: no arithmetic worth a second build ---- */
 
 /* One channel of one block of images. */

@@ -11,7 +11,7 @@ from pathlib import Path
 from plures.errors import PluresError
 from plures.native import build
 
-INTERFACE = 1  # PLURES_INTERFACE of owned.h
+INTERFACE = 2  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):

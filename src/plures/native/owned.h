@@ -2,8 +2,9 @@
 #ifndef PLURES_OWNED_H
 #define PLURES_OWNED_H
 #include <stdint.h>
+#include "training.h"
 
-#define PLURES_INTERFACE 1 /* raised with every change of the structures or functions below */
+#define PLURES_INTERFACE 2 /* raised with every change of the structures or functions below */
 
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
    side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
@@ -60,6 +61,7 @@ typedef struct {
     int64_t (*linear_items)(const BlockLinear *);
     int64_t (*linear_scratch)(const BlockLinear *);
     void (*linear_item)(const BlockLinear *, int64_t item, void *scratch);
+    const TrainingKernels *training;
 } Kernels;
 
 #endif

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from plures import files
-from plures.ensemble import Ensemble
+from plures.ensemble import Ensemble, Step
 from plures.errors import PluresError
 from plures.lab.data import DataInfo, TableInfo
 from plures.lab.evaluation.evaluate import fastest
@@ -23,6 +23,7 @@ from plures.lab.runs.schemas import read_object
 from plures.lab.timing import harness
 from plures.lab.timing.harness import Action, Clock
 from plures.lab.training.distributed import resolve
+from plures.lab.training.loop import lay_out
 from plures.losses import GaussianNLL
 from plures.methods.deterministic import Deterministic
 from plures.storage import save
@@ -106,11 +107,16 @@ def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo
     if isinstance(info, TableInfo):
         targets = torch.zeros(recipe.batch_size, 1, device=inputs.device)
     plain = harness.training_step(single.open(single.plan()[0]), inputs, targets, precision)
-    ratios: dict[str, float] = {}
+    ratios: dict[
+        str, float
+    ] = {}  # by stage, if an engine trains it that leaves out what a member has not; else by phase
+    names: dict[Step, str] = {}
     for stage in ensemble.stages():
-        if stage.phase not in ratios:
-            ratios[stage.phase] = relative(harness.training_step(stage, inputs, targets, precision), plain, clock)
-    return sum(recipe.epochs.of(step.phase) * ratios[step.phase] for step in ensemble.plan())
+        own = lay_out(stage, recipe.batch_size, inputs.device, mixed=precision != "no")
+        name = names[stage.step] = stage.name if own else stage.phase
+        if name not in ratios:
+            ratios[name] = relative(harness.training_step(stage, inputs, targets, precision), plain, clock)
+    return sum(recipe.epochs.of(step.phase) * ratios[name] for step, name in names.items())
 
 
 def _file_size(ensemble: Ensemble) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Ensemble, Stage
 from plures.lab.models import resnet18, wide_resnet28_10
+from plures.lab.training.loop import lay_out
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 
 Action = Callable[[], object]
@@ -76,7 +77,7 @@ def one_thread() -> Iterator[Clock]:
 
 def training_step(stage: Stage, images: Tensor, targets: Tensor, precision: str) -> Action:
     """Make one training step of a stage: forward, backward, SGD with momentum."""
-    stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    lay_out(stage, len(images), images.device, mixed=precision in DTYPES)
     images = images.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(stage.parameter_groups(weight_decay=5e-4), lr=1e-3, momentum=0.9, nesterov=True)
 

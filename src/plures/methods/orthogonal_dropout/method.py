@@ -24,6 +24,7 @@ from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.masks import put_on, unmasked
 from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled, warn_if_thin
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
+from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native.library import why_unavailable
 from plures.seeding import check_seed
 from plures.tensors import Moments, canonical, moments, own_tensors, places, restart, shell, tensors
@@ -133,8 +134,12 @@ class OrthogonalDropout(Ensemble):
         put_on(network, masks, self._places)
         commit = partial(self._commit, ticket=self._ticket)
         if self.distill and phase.completes and self.trained:
-            return Distilled(network, step, self.loss, commit, lambda inputs: opinion(self, inputs), self.distill)
-        return Stage(network, step, self.loss, commit)
+            said = lambda inputs: opinion(self, inputs)  # noqa: E731
+            stage: Stage = Distilled(network, step, self.loss, commit, said, self.distill)
+        else:
+            stage = Stage(network, step, self.loss, commit)
+        stage.engine = TrainingEngine()
+        return stage
 
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Name the phases of a member: the first may start from given weights, the last takes what is left."""

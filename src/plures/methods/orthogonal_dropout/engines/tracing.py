@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 
 class _OfThisThread(fx.Tracer):
@@ -21,6 +22,9 @@ class _OfThisThread(fx.Tracer):
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return parametrize.is_parametrized(m) or super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if threading.get_ident() != self.thread:

@@ -1,0 +1,262 @@
+"""The native library's functions for training, as torch differentiates them.
+
+Activations are blocked, [blocks of images, channels, rows, columns, lanes]: as many images as there are lanes lie side
+by side and fill the CPU's vectors.
+"""
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from plures.errors import PluresError
+from plures.native.library import load
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class _Maps(ctypes.Structure):
+    _fields_ = (("values", _POINTER), ("channels", _INT), ("height", _INT), ("width", _INT))
+
+
+class _MaskedConvolution(ctypes.Structure):
+    _fields_ = (
+        *(("input", _Maps), ("output", _Maps)),
+        *((name, _POINTER) for name in ("weight", "bias", "starts", "places")),
+        *((name, _LONG) for name in ("output_stride", "input_stride")),
+        *((name, _INT) for name in ("blocks", "kernel_height", "kernel_width", "stride")),
+        *((name, _INT) for name in ("padding_y", "padding_x", "flipped")),
+    )
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("input", "residual", "weight", "bias", "gradient")),
+        *((name, _POINTER) for name in ("output", "mean", "variance")),
+        *((name, _POINTER) for name in ("to_residual", "to_input", "to_weight", "to_bias")),
+        *((name, _LONG) for name in ("blocks", "channels", "pixels")),
+        *(("epsilon", ctypes.c_double), ("relu", _INT), ("backward", _INT)),
+    )
+
+
+def blocked(x: Tensor) -> Tensor:
+    """Lay images, [images, channels, rows, columns], side by side; their number is a multiple of the lanes.
+
+    x = blocked(images)
+    """
+    lanes = load().lanes
+    return torch.unflatten(x, 0, (-1, lanes)).permute(0, 2, 3, 4, 1).contiguous()
+
+
+def unblocked(x: Tensor) -> Tensor:
+    """Lay images one after the other again.
+
+    images = unblocked(x)
+    """
+    return x.permute(0, 4, 1, 2, 3).flatten(0, 1)
+
+
+class Kernels(NamedTuple):
+    """Which kernels a convolution has: for each output the inputs, and for each input the outputs.
+
+    kernels = kernels_of(mask)  # [outputs, inputs], boolean
+    """
+
+    starts: Tensor
+    places: Tensor
+    starts_of_inputs: Tensor
+    places_of_inputs: Tensor
+
+
+def kernels_of(mask: Tensor) -> Kernels:
+    """List the kernels that a mask, [outputs, inputs], keeps.
+
+    >>> kernels_of(torch.tensor([[True, False], [True, True]])).places.tolist()
+    [0, 0, 1]
+    """
+    return Kernels(*_lists(mask), *_lists(mask.t()))
+
+
+def _lists(mask: Tensor) -> tuple[Tensor, Tensor]:
+    ends = mask.sum(1).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32), mask.nonzero()[:, 1].to(torch.int32).contiguous()
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels, stride: int, padding: tuple[int, int]
+) -> Tensor:
+    """Convolve blocked images with the kernels that there are; the weight must be zero elsewhere.
+
+        y = convolution(x, weight, None, kernels_of(mask), stride=1, padding=(1, 1))
+
+    Only these kernels get a gradient; all others get zero.
+    """
+    outputs, inputs, *kernel = weight.shape
+    fits = x.dim() == 5 and x.shape[1] == inputs and kernels.starts.numel() == outputs + 1
+    sides = [side + 2 * around - size + 1 for side, around, size in zip(x.shape[2:4], padding, kernel, strict=False)]
+    floats = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu
+    if not fits or not floats or min(sides) < 1 or x.shape[4] != load().lanes:
+        raise PluresError(
+            f"a weight {tuple(weight.shape)} of {weight.dtype} cannot run over {tuple(x.shape[1:4])} of {x.dtype}"
+        )
+    result: Tensor = _Convolution.apply(x, weight, bias, kernels, stride, padding)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: Kernels,
+        stride: int,
+        padding: tuple[int, int],
+    ) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.settings = kernels, stride, padding
+        outputs, _, *kernel = weight.shape
+        sides = [(x.shape[2 + i] + 2 * padding[i] - kernel[i]) // stride + 1 for i in (0, 1)]
+        y = x.new_empty(len(x), outputs, *sides, x.shape[4])
+        _sums(x, y, weight, bias, kernels[:2], stride, padding)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        gradient = gradients[0].contiguous()
+        x, weight = ctx.saved_tensors
+        kernels, stride, padding = ctx.settings
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        to_x = _gradient_of_inputs(gradient, x, weight, kernels, stride, padding) if needs_x else None
+        to_weight = None
+        if needs_weight:
+            to_weight = torch.zeros_like(weight)
+            layer = _layer(x, gradient, to_weight, None, kernels[:2], stride, padding)
+            _run("plures_masked_gradient", layer)
+        return to_x, to_weight, gradient.sum((0, 2, 3, 4)) if needs_bias else None, None, None, None
+
+
+def _gradient_of_inputs(
+    gradient: Tensor, x: Tensor, weight: Tensor, kernels: Kernels, stride: int, padding: tuple[int, int]
+) -> Tensor:
+    """Convolve the gradient with the flipped kernels, from the outputs to the inputs."""
+    kernel = weight.shape[2:]
+    if stride > 1 and tuple(kernel) == (1, 1) and padding == (0, 0):  # only every so many pixels were read
+        to_x = torch.zeros_like(x)
+        read = to_x[:, :, ::stride, ::stride]
+        read.copy_(_gradient_of_inputs(gradient, read, weight, kernels, 1, padding))
+        return to_x
+    if stride > 1:  # zeros between the pixels
+        sides = [(side - 1) * stride + 1 for side in gradient.shape[2:4]]
+        apart = gradient.new_zeros(*gradient.shape[:2], *sides, gradient.shape[4])
+        apart[:, :, ::stride, ::stride] = gradient
+        gradient = apart
+    to_x = x.new_empty(x.shape)
+    around = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
+    _sums(gradient, to_x, weight.transpose(0, 1), None, kernels[2:], 1, around, flipped=True)
+    return to_x
+
+
+def _sums(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lists: tuple[Tensor, Tensor],
+    stride: int,
+    padding: tuple[int, int],
+    flipped: bool = False,
+) -> None:
+    _run("plures_masked_sums", _layer(x, y, weight, bias, lists, stride, padding, flipped))
+
+
+def _layer(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lists: tuple[Tensor, Tensor],
+    stride: int,
+    padding: tuple[int, int],
+    flipped: bool = False,
+) -> _MaskedConvolution:
+    starts, places = lists
+    return _MaskedConvolution(
+        _Maps(x.data_ptr(), *x.shape[1:4]),
+        _Maps(y.data_ptr(), *y.shape[1:4]),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        starts.data_ptr(),
+        places.data_ptr(),
+        *weight.stride()[:2],
+        len(x),
+        *weight.shape[2:],
+        stride,
+        *padding,
+        flipped,
+    )
+
+
+def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    """Normalise blocked images by the statistics of the batch, as a layer in training does, and update its own.
+
+        y = norm(x, layer, shortcut, relu=True)  # relu(layer(x) + shortcut)
+
+    The layer has weights, and running statistics with a momentum.
+    """
+    if x.shape[1] != layer.num_features or layer.weight.dtype != torch.float32:
+        raise PluresError(f"a norm layer of {layer.num_features} channels was given {x.shape[1]}, or is not of float32")
+    result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
+        x, residual, layer.weight, layer.bias, layer.eps, relu
+    )
+    count = x.numel() // x.shape[1]
+    with torch.no_grad():
+        layer.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        layer.running_mean.lerp_(mean, layer.momentum)  # type: ignore[union-attr,arg-type]
+        layer.running_var.lerp_(variance * (count / (count - 1)), layer.momentum)  # type: ignore[union-attr,arg-type]
+    return result  # type: ignore[no-any-return]
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float, relu: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        y, mean, variance = torch.empty_like(x), torch.empty_like(bias), torch.empty_like(bias)
+        given = [x, residual, weight, bias, None, y, mean, variance, None, None, None, None]
+        _run("plures_norm", _norm(given, x, epsilon, relu, backward=False))
+        ctx.save_for_backward(x, weight, mean, variance, *([y] if relu else []))
+        ctx.settings = epsilon, relu, residual is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        gradient = gradients[0].contiguous()
+        x, weight, mean, variance, *rest = ctx.saved_tensors
+        epsilon, relu, added = ctx.settings
+        y = rest[0] if relu else None
+        passed = torch.empty_like(x) if relu else gradient
+        to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        given = [x, None, weight, None, gradient, y, mean, variance, passed, to_x, to_weight, to_bias]
+        _run("plures_norm", _norm(given, x, epsilon, relu, backward=True))
+        return to_x, passed if added else None, to_weight, to_bias, None, None
+
+
+def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> _Norm:
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
+    return _Norm(*pointers, len(x), x.shape[1], x[0, 0].numel(), epsilon, relu, backward)
+
+
+def _run(function: str, layer: ctypes.Structure) -> None:
+    library = load()
+    if getattr(library.functions, function)(library.kernels, ctypes.byref(layer), torch.get_num_threads()):
+        raise MemoryError("no memory is left for the native library")

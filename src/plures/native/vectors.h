@@ -1,0 +1,34 @@
+/* Vectors of LANES floats, as the compiler knows them on every CPU. */
+#ifndef PLURES_VECTORS_H
+#define PLURES_VECTORS_H
+#include <stdint.h>
+
+#define ALWAYS static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t mask __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+/* sum += a * b. Left to itself the compiler moves sums from register to register, or computes each address anew. */
+#if defined(__FMA__) && !defined(PLURES_PLAIN)
+#define ADD_PRODUCT(sum, a, b) __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b))
+#define ADD_PRODUCT_FROM(sum, a, p) __asm__("vfmadd231ps %1, %2, %0" : "+v"(sum) : "m"(*(const vector *)(p)), "v"(a))
+#define KEEP_POINTER(p) __asm__("" : "+r"(p))
+#else
+#define ADD_PRODUCT(sum, a, b) ((sum) += (a) * (b))
+#define ADD_PRODUCT_FROM(sum, a, p) ((sum) += (a) * load(p))
+#define KEEP_POINTER(p) ((void)0)
+#endif
+
+ALWAYS vector load(const float *p) { return *(const vector *)p; }
+ALWAYS void store(float *p, vector v) { *(vector *)p = v; }
+ALWAYS vector splat(float value) { return value - (vector){0}; }
+ALWAYS vector positive(vector v) { return (vector)((mask)v & ~(mask)(v < splat(0))); } /* keeps NaN, as torch does */
+ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+ALWAYS int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+
+#endif

@@ -1,0 +1,320 @@
+"""Training over the kernels that a mask keeps: the same loss, gradients and statistics as the network itself gives."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import plures
+from networks import ALL, CLASSES, images, labels, reproducible
+from plures.ensemble import Stage
+from plures.lab.models import build
+from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
+from plures.native import library
+from plures.native.training import blocked, convolution, kernels_of, norm, unblocked
+
+pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
+BATCH = 32  # fills the vectors of every level
+
+
+@contextmanager
+def with_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def agrees(found: Tensor, expected: Tensor, within: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    scale = expected.abs().max().clamp(min=1.0)
+    assert float((found - expected).abs().max() / scale) < within
+
+
+# The functions
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11), st.integers(1, 11)),
+    kernel=st.sampled_from([(1, 1), (3, 3), (3, 3), (3, 3), (5, 5), (2, 2), (1, 3)]),
+    stride=st.integers(1, 3),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    blocks=st.integers(1, 5),
+    share=st.sampled_from([0.0, 0.2, 0.7, 1.0]),
+    biased=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_a_masked_convolution_and_its_gradients_are_torchs_own(
+    sizes, kernel, stride, padding, blocks, share, biased, threads, seed
+):
+    outputs, inputs, *sides = sizes
+    height, width = (max(side, k - 2 * p) for side, k, p in zip(sides, kernel, padding, strict=True))
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.rand(outputs, inputs, generator=random) < share
+    weight = torch.randn(outputs, inputs, *kernel, generator=random) * mask[:, :, None, None]
+    x = torch.randn(blocks * library.load().lanes, inputs, height, width, generator=random)
+    bias = torch.randn(outputs, generator=random) if biased else None
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias) if tensor is not None]
+    expected = F.conv2d(x, weight, bias, stride, padding)
+    gradient = torch.randn(expected.shape, generator=random)
+    to_x, to_weight, *rest = torch.autograd.grad(expected, leaves, gradient)
+    with with_threads(threads):
+        found = unblocked(convolution(blocked(x), weight, bias, kernels_of(mask), stride, padding))
+        gradients = torch.autograd.grad(found, leaves, gradient)
+    agrees(found.detach(), expected.detach())
+    for one, other in zip(gradients, [to_x, to_weight * mask[:, :, None, None], *rest], strict=True):
+        agrees(one, other)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 8), st.integers(1, 8)),
+    blocks=st.integers(1, 3),
+    added=st.booleans(),
+    relu=st.booleans(),
+    far=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_norm_layer_and_what_follows_it_are_torchs_own(sizes, blocks, added, relu, far, seed):
+    channels, height, width = sizes
+    random = torch.Generator().manual_seed(seed)
+    shape = (blocks * library.load().lanes, channels, height, width)
+    x = (torch.randn(shape, generator=random) + 100 * far).requires_grad_()
+    shortcut = torch.randn(shape, generator=random).requires_grad_()
+    theirs = nn.BatchNorm2d(channels, eps=1e-3, momentum=0.3)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.randn(channels, generator=random))
+        theirs.bias.copy_(torch.randn(channels, generator=random))
+    ours = copy.deepcopy(theirs)
+    expected = theirs(x) + shortcut if added else theirs(x)
+    expected = expected.relu() if relu else expected
+    found = unblocked(norm(blocked(x), ours, blocked(shortcut) if added else None, relu=relu))
+    agrees(found.detach(), expected.detach(), within=1e-4 if far else 1e-5)
+    gradient = torch.randn(shape, generator=random) * (expected.detach().abs() > 1e-3)  # a ReLU may take sides at zero
+    inputs = (x, shortcut) if added else (x,)
+    for one, other in zip(
+        torch.autograd.grad(found, (*inputs, ours.weight, ours.bias), gradient),
+        torch.autograd.grad(expected, (*inputs, theirs.weight, theirs.bias), gradient),
+        strict=True,
+    ):
+        agrees(one, other, within=1e-3 if far else 1e-4)
+    for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        agrees(one.float(), other.float())
+
+
+# Stages
+
+
+@reproducible
+def residual() -> nn.Module:
+    return build("resnet8", classes=CLASSES, channels=3, width=8)
+
+
+@reproducible
+def with_pooling() -> nn.Module:
+    """A stem for photographs, biases, and activations of its own."""
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)),
+        *(nn.Conv2d(8, 12, 3, 1, 1), nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3, 2, 1), nn.BatchNorm2d(12), nn.SiLU()),
+        *(nn.Conv2d(12, 12, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, CLASSES)),
+    )
+    nn.init.constant_(network[1].bias, 0.1)  # an output without kernels is constant: at zero a ReLU would toss a coin
+    return network
+
+
+def opened(network: nn.Module, phase: str = "finetune", **options: object) -> Stage:
+    """A stage of the second member, which has some kernels and lacks others."""
+    ensemble = plures.OrthogonalDropout(network, members=3, **options)
+    return next(stage for stage in ensemble.stages() if stage.phase == phase and stage.member == 1)
+
+
+def without_engine(stage: Stage) -> Stage:
+    copied = copy.deepcopy(stage)
+    copied.engine = None
+    return copied
+
+
+def trained(stage: Stage, batch: int = BATCH) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    loss = stage(images(batch), labels(batch))
+    loss.backward()
+    gradients = {name: one.grad for name, one in stage.named_parameters() if one.grad is not None}
+    return loss.item(), gradients, dict(stage.named_buffers())
+
+
+def ran(stage: Stage, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> bool:
+    """Whether the engine ran, and not the network."""
+    called: list[int] = []
+    network = type(stage.network)
+    before = network.forward
+    stage.engine.takes(stage.network, BATCH)  # it traces the network
+    monkeypatch.setattr(network, "forward", lambda self, *args: called.append(1) or before(self, *args))
+    run()
+    monkeypatch.undo()
+    return not called
+
+
+@pytest.mark.parametrize("make", [residual, with_pooling, *ALL])
+@pytest.mark.parametrize("phase", ["pretrain", "finetune"])
+def test_a_stage_trains_as_without_the_engine(make, phase):
+    stage = opened(make(), phase)
+    expected = trained(without_engine(stage))
+    loss, gradients, buffers = trained(stage)
+    assert loss == pytest.approx(expected[0], abs=1e-5)
+    assert gradients.keys() == expected[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in gradients.items():  # a bias before a norm layer has nothing but rounding in its gradient
+        assert float((gradient - expected[1][name]).abs().max()) < 1e-3 * largest  # a ReLU may take sides at zero
+    for name, buffer in buffers.items():
+        agrees(buffer.float(), expected[2][name].float(), within=1e-4)
+
+
+@pytest.mark.parametrize("make", [residual, with_pooling])
+@pytest.mark.parametrize("phase", ["pretrain", "finetune"])
+def test_networks_of_convolutions_are_run_by_the_engine(make, phase, monkeypatch):
+    stage = opened(make(), phase)
+    assert ran(stage, monkeypatch, lambda: trained(stage))
+
+
+def test_training_with_the_engine_leaves_other_members_alone_and_learns():
+    ensemble = plures.OrthogonalDropout(residual(), members=2)
+    x, y = images(BATCH), labels(BATCH)
+    done: dict[int, dict[str, Tensor]] = {}
+    for stage in ensemble.stages():
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for _ in range(25):
+            optimizer.zero_grad()
+            loss = stage(x, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert stage.phase == "prune" or losses[-1] < 0.7 * losses[0]
+        for member, before in done.items():
+            assert all(before[name].equal(tensor) for name, tensor in ensemble.member(member).items())
+        if stage.phase == "finetune":
+            stage.commit()
+            done[stage.member] = ensemble.member(stage.member)
+    assert float((ensemble.predict(x).label == y).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("case", "batch"),
+    [
+        *(("an odd batch", BATCH + 1), ("no gradients", BATCH), ("evaluation", BATCH), ("autocast", BATCH)),
+        *(("a layer in evaluation", BATCH), ("a hook", BATCH), ("single weights", BATCH), ("pruning", BATCH)),
+        *(("half precision", BATCH), ("a tuple", BATCH), ("all kernels", BATCH)),
+    ],
+)
+def test_the_network_itself_is_called_where_the_engine_cannot_run(case, batch, monkeypatch):
+    options = {"granularity": "weight"} if case == "single weights" else {}
+    stage = opened(residual(), "prune" if case == "pruning" else "finetune", **options)
+    if case == "all kernels":  # the first member is pre-trained on all of them
+        stage = next(plures.OrthogonalDropout(residual()).stages())
+    x: object = images(batch)
+    seen = []
+    if case == "evaluation":
+        stage.eval()
+    elif case == "a layer in evaluation":
+        stage.network.bn1.eval()
+    elif case == "a hook":
+        stage.network.layer1.register_forward_hook(lambda *_: seen.append(1))
+    elif case == "half precision":
+        stage.to(torch.bfloat16)
+        x = images(batch).bfloat16()
+    elif case == "a tuple":
+        x = (images(batch),)
+    with torch.set_grad_enabled(case != "no gradients"), torch.autocast("cpu", enabled=case == "autocast"):
+        assert not ran(stage, monkeypatch, lambda: stage.logits(x))
+    assert bool(seen) == (case == "a hook")
+
+
+class Undecided(nn.Module):
+    """A network that looks at its activations: torch.fx cannot trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.last((x if x.sum() > 0 else -x).mean((2, 3)))
+
+
+class InPlace(nn.Module):
+    """A network that adds a norm layer to what is used again, and one that is spread over the map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.small = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 14)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.stem(x))
+        changed = x * 1.5
+        changed += self.norms[1](self.conv(x))
+        spread = F.relu(self.norms[2](self.small(x)) + changed)
+        return self.last((changed + spread).mean((2, 3)))
+
+
+def test_what_is_changed_in_place_or_broadcast_stays_right(monkeypatch):
+    stage = opened(reproducible(InPlace)())
+    loss, gradients, _ = trained(stage)
+    expected = trained(without_engine(stage))
+    assert loss == pytest.approx(expected[0], abs=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in gradients.items():
+        assert float((gradient - expected[1][name]).abs().max()) < 1e-3 * largest
+    assert ran(stage, monkeypatch, lambda: trained(stage))
+
+
+@pytest.mark.parametrize("shape", [(BATCH, 4, 16, 16), (BATCH, 3, 0, 16)])
+def test_images_that_do_not_fit_are_refused(shape):
+    with pytest.raises((plures.PluresError, RuntimeError)):
+        opened(residual()).logits(torch.zeros(shape))
+
+
+def test_a_network_that_cannot_be_traced_trains_as_always():
+    stage = opened(Undecided())
+    assert trained(stage)[0] == trained(without_engine(stage))[0]
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads():
+    random = torch.Generator().manual_seed(0)
+    mask = torch.rand(20, 12, generator=random) < 0.5
+    weight = (torch.randn(20, 12, 3, 3, generator=random) * mask[:, :, None, None]).requires_grad_()
+    x = blocked(torch.randn(2 * BATCH, 12, 9, 9, generator=random)).requires_grad_()
+    found = []
+    for threads in (1, 2, 3):
+        with with_threads(threads):
+            layer = nn.BatchNorm2d(20)
+            y = norm(convolution(x, weight, None, kernels_of(mask), 1, (1, 1)), layer, relu=True)
+            found.append([y.detach(), *torch.autograd.grad(y, (x, weight, layer.weight), torch.ones_like(y))])
+    for others in found[1:]:
+        assert all(one.equal(other) for one, other in zip(found[0], others, strict=True))
+
+
+def test_a_copied_or_pickled_engine_finds_its_network_anew():
+    stage = opened(residual())
+    trained(stage)
+    for engine in (copy.deepcopy(stage.engine), pickle.loads(pickle.dumps(stage.engine))):
+        assert isinstance(engine, TrainingEngine)
+        assert engine.takes(stage.network, BATCH)
+
+
+def test_without_the_library_the_network_is_called(monkeypatch):
+    monkeypatch.setenv("PLURES_NATIVE", "0")
+    stage = opened(residual())
+    assert not ran(stage, monkeypatch, lambda: trained(stage))
