@@ -32,10 +32,10 @@ types: $(READY)
 attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--only damaged --files 100' for less, --jobs 2, --results FILE
 	cd tests && $(TEST_THREADS) ../$(BIN)/python -m attack $(ATTACK)
 
-# The tiles of AVX2 (8 lanes) and of AVX-512 (16), in vectors that every CPU can run.
+# The tiles of AVX2 (8 lanes), of AVX-512 (16) and of all others (4), in vectors that every CPU can run.
 memcheck:  ## the native kernels under AddressSanitizer, over random layers
 	mkdir -p build
-	for lanes in 8 16; do \
+	for lanes in 4 8 16; do \
 	    $(CC) -std=gnu11 -g -O0 -fsanitize=address,undefined -fno-sanitize-recover -Wno-psabi -DPLURES_PLAIN -DLANES=$$lanes -DNAME=kernels_portable -DTRAINING=training_portable \
 	        -DINSTRUCTIONS='"portable"' -DHAVE_PORTABLE -pthread tests/memcheck.c src/plures/native/kernels.c src/plures/native/training.c src/plures/native/library.c -o build/memcheck -lm \
 	        && build/memcheck || exit 1; \

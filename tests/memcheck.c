@@ -103,12 +103,12 @@ static void linear(void) {
 }
 
 static double masked(void) {
-    const int blocks = 1 + below(6), channels = 1 + below(20), outputs = 1 + below(10), k = 1 + below(4), taps = k * k;
-    const int stride = 1 + below(3), padding = below(3), flipped = stride == 1 && below(2);
-    int height = 1 + below(10), width = 1 + below(10);
-    if (height + 2 * padding < k) height = k;
-    if (width + 2 * padding < k) width = k;
-    const int out_height = (height + 2 * padding - k) / stride + 1, out_width = (width + 2 * padding - k) / stride + 1;
+    const int blocks = 1 + below(6), channels = 1 + below(20), outputs = 1 + below(10), usual = below(2);
+    const int k = usual ? 3 : 1 + below(4), kw = usual ? 3 : 1 + below(4), taps = k * kw;
+    const int stride = usual ? 1 + below(2) : 1 + below(3), padding = usual ? 1 : below(6) - 2, flipped = stride == 1 && below(2);
+    const int height = 1 + below(10), width = 1 + below(10);
+    /* As the gradient of inputs needs it, the output may be of any size: what it reads beyond the map is zero. */
+    const int out_height = usual && stride == 1 ? height : 1 + below(10), out_width = usual && stride == 1 ? width : 1 + below(10);
     const int64_t map = (int64_t)height * width * LANES, out_map = (int64_t)out_height * out_width * LANES;
     int32_t *starts = malloc(sizeof(int32_t) * (outputs + 1)), *places = malloc(sizeof(int32_t) * outputs * channels);
     int at = 0;
@@ -122,7 +122,7 @@ static double masked(void) {
     float *x = numbers(blocks * channels * map), *y = numbers(blocks * outputs * out_map), *bias = numbers(outputs);
     float *weight = numbers((int64_t)outputs * channels * taps), *given = numbers(blocks * outputs * out_map);
     MaskedConvolution layer = {{x, channels, height, width}, {y, outputs, out_height, out_width}, weight, bias, starts, places,
-                               (int64_t)channels * taps, taps, blocks, k, k, stride, padding, padding, flipped};
+                               (int64_t)channels * taps, taps, blocks, k, kw, stride, padding, padding, flipped};
     plures_masked_sums(plures_kernels("portable"), &layer, 1 + below(3));
     double worst = 0;
     double *kernels = calloc((int64_t)outputs * channels * taps, sizeof(double));
@@ -134,7 +134,7 @@ static double masked(void) {
                 double sum = bias[o];
                 for (int i = starts[o]; i < starts[o + 1]; i++)
                     for (int t = 0; t < taps; t++) {
-                        const int from_y = row * stride + t / k - padding, from_x = column * stride + t % k - padding;
+                        const int from_y = row * stride + t / kw - padding, from_x = column * stride + t % kw - padding;
                         if (from_y < 0 || from_y >= height || from_x < 0 || from_x >= width) continue;
                         const int64_t kernel = ((int64_t)o * channels + places[i]) * taps;
                         const double input = x[((int64_t)n * channels + places[i]) * map + ((int64_t)from_y * width + from_x) * LANES + lane];

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -11,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import plures
 from networks import ALL, CLASSES, images, labels, reproducible
 from plures.ensemble import Stage
 from plures.lab.models import build
+from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
-from plures.native.training import blocked, convolution, kernels_of, norm, unblocked
+from plures.native.training import blocked, convolution, lists_of, norm, unblocked
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 BATCH = 32  # fills the vectors of every level
@@ -70,7 +73,7 @@ def test_a_masked_convolution_and_its_gradients_are_torchs_own(
     gradient = torch.randn(expected.shape, generator=random)
     to_x, to_weight, *rest = torch.autograd.grad(expected, leaves, gradient)
     with with_threads(threads):
-        found = unblocked(convolution(blocked(x), weight, bias, kernels_of(mask), stride, padding))
+        found = unblocked(convolution(blocked(x), weight, bias, lists_of(mask), stride, padding))
         gradients = torch.autograd.grad(found, leaves, gradient)
     agrees(found.detach(), expected.detach())
     for one, other in zip(gradients, [to_x, to_weight * mask[:, :, None, None], *rest], strict=True):
@@ -239,45 +242,136 @@ def test_the_network_itself_is_called_where_the_engine_cannot_run(case, batch, m
     assert bool(seen) == (case == "a hook")
 
 
-class Undecided(nn.Module):
-    """A network that looks at its activations: torch.fx cannot trace it."""
+class Doubled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
+
+class Reversed(torch.autograd.Function):
+    """A gradient of its own, which a trace would lose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class OwnCode(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
+        self.convs = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
         self.last = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x)
-        return self.last((x if x.sum() > 0 else -x).mean((2, 3)))
+        return self.last(Reversed.apply(self.convs(x)).mean((2, 3)))
 
 
-class InPlace(nn.Module):
-    """A network that adds a norm layer to what is used again, and one that is spread over the map."""
+def with_own_layer() -> nn.Module:
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), Doubled(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize("make", [OwnCode, with_own_layer])
+def test_code_of_the_users_own_is_called(make, monkeypatch):
+    stage = opened(reproducible(make)())
+    assert not ran(stage, monkeypatch, lambda: trained(stage))
+
+
+class Traceable(nn.Module):
+    """A network with code of its own that can be traced; what it adds is spread over the map."""
+
+    traceable = True
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.conv, self.small = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 14)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.norms = nn.Sequential(*(nn.BatchNorm2d(8) for _ in range(3)))
         self.last = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norms[0](self.stem(x))
-        changed = x * 1.5
-        changed += self.norms[1](self.conv(x))
-        spread = F.relu(self.norms[2](self.small(x)) + changed)
-        return self.last((changed + spread).mean((2, 3)))
+        both = x * 1.5 + self.norms[1](self.conv(x))
+        spread = F.relu(self.norms[2](self.small(x)) + both)
+        return self.last((both + spread).mean((2, 3)))
 
 
-def test_what_is_changed_in_place_or_broadcast_stays_right(monkeypatch):
-    stage = opened(reproducible(InPlace)())
-    loss, gradients, _ = trained(stage)
+class Undecided(Traceable):
+    """A network that looks at its activations: torch.fx cannot trace it, whatever it says."""
+
+    traceable = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Derived(Traceable):
+    """A network that has not said so itself."""
+
+
+def test_code_that_says_so_is_traced(monkeypatch, caplog):
+    stage = opened(reproducible(Traceable)())
     expected = trained(without_engine(stage))
+    loss, gradients, _ = trained(stage)
     assert loss == pytest.approx(expected[0], abs=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     for name, gradient in gradients.items():
         assert float((gradient - expected[1][name]).abs().max()) < 1e-3 * largest
     assert ran(stage, monkeypatch, lambda: trained(stage))
+    for make, said in ((Derived, False), (Undecided, True)):
+        caplog.clear()
+        stage = opened(make())
+        assert trained(stage)[0] == trained(without_engine(stage))[0]
+        assert ("cannot trace it" in caplog.text) == said
+
+
+class Centred(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight - weight.mean()
+
+
+def changed(stage: Stage, what: str) -> None:
+    network, layer = stage.network, stage.network.bn1
+    if what == "another layer":
+        network.layer1[0].bn1 = nn.GroupNorm(2, 8)
+    elif what == "another parametrization":
+        parametrize.register_parametrization(network.layer1[0].conv1, "weight", Centred())
+    elif what == "another mask":
+        mask_of(network, "layer1.0.conv1.weight").mask.fill_(1.0)
+    elif what == "another momentum":
+        layer.momentum = None
+    elif what == "another forward":
+        layer.forward = lambda x: 2 * nn.BatchNorm2d.forward(layer, x)
+
+
+@pytest.mark.parametrize(
+    "what", ["another layer", "another parametrization", "another mask", "another momentum", "another forward"]
+)
+def test_a_network_that_was_changed_is_called(what, monkeypatch):
+    stage = opened(residual())
+    assert ran(stage, monkeypatch, lambda: trained(stage))
+    changed(stage, what)
+    assert not ran(stage, monkeypatch, lambda: trained(stage))
+
+
+def test_several_threads_train_one_stage():
+    stage = opened(residual())
+    expected = stage.logits(images(BATCH))
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: stage.logits(images(BATCH)), range(24)):
+            agrees(found.detach(), expected.detach())
+
+
+def test_a_layer_that_is_called_twice_keeps_its_statistics_in_order():
+    layer = nn.BatchNorm2d(8)
+    twice = (nn.Conv2d(3, 8, 3, padding=1), layer, nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), layer, nn.ReLU())
+    stage = opened(nn.Sequential(*twice, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)))
+    expected = trained(without_engine(stage))
+    _, _, buffers = trained(stage)
+    for name, buffer in buffers.items():
+        agrees(buffer.float(), expected[2][name].float())
 
 
 @pytest.mark.parametrize("shape", [(BATCH, 4, 16, 16), (BATCH, 3, 0, 16)])
@@ -286,9 +380,13 @@ def test_images_that_do_not_fit_are_refused(shape):
         opened(residual()).logits(torch.zeros(shape))
 
 
-def test_a_network_that_cannot_be_traced_trains_as_always():
-    stage = opened(Undecided())
-    assert trained(stage)[0] == trained(without_engine(stage))[0]
+def test_tensors_of_any_strides_are_read_right():
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    x, weight, bias = torch.randn(BATCH, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.arange(8.0)[::2]
+    found = unblocked(convolution(blocked(x), weight, bias, lists_of(mask), 1, (1, 1)))
+    agrees(found, F.conv2d(x, weight, bias, padding=1))
+    with pytest.raises(plures.PluresError, match="float32"):
+        convolution(blocked(x), weight, bias.double(), lists_of(mask), 1, (1, 1))
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():
@@ -300,7 +398,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2, 3):
         with with_threads(threads):
             layer = nn.BatchNorm2d(20)
-            y = norm(convolution(x, weight, None, kernels_of(mask), 1, (1, 1)), layer, relu=True)
+            y = norm(convolution(x, weight, None, lists_of(mask), 1, (1, 1)), layer, relu=True)
             found.append([y.detach(), *torch.autograd.grad(y, (x, weight, layer.weight), torch.ones_like(y))])
     for others in found[1:]:
         assert all(one.equal(other) for one, other in zip(found[0], others, strict=True))

@@ -20,6 +20,8 @@ class Scaled(nn.Module):
     The number is START * exp(x), and x is what trains: weight decay then pulls it to its start, not to zero.
     """
 
+    traceable = True
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)

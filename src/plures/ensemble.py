@@ -46,7 +46,7 @@ def due(plan: Sequence[Step]) -> Step | None:
     return next((step for step in plan if not step.committed), None)
 
 
-class TrainingEngine(Protocol):
+class RunsNetwork(Protocol):
     """Run the network of a stage in its place.
 
     output = engine.output(stage.network, inputs)  # None: call the network
@@ -80,7 +80,7 @@ class Stage(nn.Module):
         self.step = step
         self.loss = loss
         self.committed = False
-        self.engine: TrainingEngine | None = None  # a faster way to run the network, where there is one
+        self.engine: RunsNetwork | None = None  # a faster way to run the network, where there is one
         self._commit = commit
         self.train()
 

@@ -4,7 +4,6 @@
    part of the result, and every sum is taken in one order: the bits are the same for any number of threads. */
 #include <math.h>
 #include <stddef.h>
-#include <string.h>
 #include "training.h"
 #include "vectors.h"
 

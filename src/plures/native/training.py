@@ -55,13 +55,13 @@ def unblocked(x: Tensor) -> Tensor:
 
     images = unblocked(x)
     """
-    return x.permute(0, 4, 1, 2, 3).flatten(0, 1)
+    return x.permute(0, 4, 1, 2, 3).contiguous().flatten(0, 1)
 
 
-class Kernels(NamedTuple):
+class KernelLists(NamedTuple):
     """Which kernels a convolution has: for each output the inputs, and for each input the outputs.
 
-    kernels = kernels_of(mask)  # [outputs, inputs], boolean
+    lists = lists_of(mask)  # [outputs, inputs], boolean
     """
 
     starts: Tensor
@@ -70,13 +70,13 @@ class Kernels(NamedTuple):
     places_of_inputs: Tensor
 
 
-def kernels_of(mask: Tensor) -> Kernels:
+def lists_of(mask: Tensor) -> KernelLists:
     """List the kernels that a mask, [outputs, inputs], keeps.
 
-    >>> kernels_of(torch.tensor([[True, False], [True, True]])).places.tolist()
+    >>> lists_of(torch.tensor([[True, False], [True, True]])).places.tolist()
     [0, 0, 1]
     """
-    return Kernels(*_lists(mask), *_lists(mask.t()))
+    return KernelLists(*_lists(mask.cpu()), *_lists(mask.cpu().t()))
 
 
 def _lists(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,23 +85,21 @@ def _lists(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels, stride: int, padding: tuple[int, int]
+    x: Tensor, weight: Tensor, bias: Tensor | None, lists: KernelLists, stride: int, padding: tuple[int, int]
 ) -> Tensor:
     """Convolve blocked images with the kernels that there are; the weight must be zero elsewhere.
 
-        y = convolution(x, weight, None, kernels_of(mask), stride=1, padding=(1, 1))
+        y = convolution(x, weight, None, lists_of(mask), stride=1, padding=(1, 1))
 
     Only these kernels get a gradient; all others get zero.
     """
     outputs, inputs, *kernel = weight.shape
-    fits = x.dim() == 5 and x.shape[1] == inputs and kernels.starts.numel() == outputs + 1
+    fits = x.dim() == 5 and x.shape[1] == inputs and lists.starts.numel() == outputs + 1
     sides = [side + 2 * around - size + 1 for side, around, size in zip(x.shape[2:4], padding, kernel, strict=False)]
-    floats = x.dtype == weight.dtype == torch.float32 and x.is_cpu and weight.is_cpu
-    if not fits or not floats or min(sides) < 1 or x.shape[4] != load().lanes:
-        raise PluresError(
-            f"a weight {tuple(weight.shape)} of {weight.dtype} cannot run over {tuple(x.shape[1:4])} of {x.dtype}"
-        )
-    result: Tensor = _Convolution.apply(x, weight, bias, kernels, stride, padding)  # type: ignore[no-untyped-call]
+    if not fits or min(sides) < 1 or x.shape[4] != load().lanes:
+        raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape[1:4])}")
+    _refuse_others(x, weight, bias)
+    result: Tensor = _Convolution.apply(x, weight, bias, lists, stride, padding)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -112,17 +110,18 @@ class _Convolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kernels: Kernels,
+        lists: KernelLists,
         stride: int,
         padding: tuple[int, int],
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.settings = kernels, stride, padding
+        ctx.settings = lists, stride, padding
         outputs, _, *kernel = weight.shape
         sides = [(x.shape[2 + i] + 2 * padding[i] - kernel[i]) // stride + 1 for i in (0, 1)]
         y = x.new_empty(len(x), outputs, *sides, x.shape[4])
-        _sums(x, y, weight, bias, kernels[:2], stride, padding)
+        _run("plures_masked_sums", _layer(x, y, weight, lists[:2], stride, padding, bias=bias))
         return y
 
     @staticmethod
@@ -130,26 +129,25 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         gradient = gradients[0].contiguous()
         x, weight = ctx.saved_tensors
-        kernels, stride, padding = ctx.settings
+        lists, stride, padding = ctx.settings
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        to_x = _gradient_of_inputs(gradient, x, weight, kernels, stride, padding) if needs_x else None
+        to_x = _gradient_of_inputs(gradient, x, weight, lists, stride, padding) if needs_x else None
         to_weight = None
         if needs_weight:
             to_weight = torch.zeros_like(weight)
-            layer = _layer(x, gradient, to_weight, None, kernels[:2], stride, padding)
-            _run("plures_masked_gradient", layer)
+            _run("plures_masked_gradient", _layer(x, gradient, to_weight, lists[:2], stride, padding))
         return to_x, to_weight, gradient.sum((0, 2, 3, 4)) if needs_bias else None, None, None, None
 
 
 def _gradient_of_inputs(
-    gradient: Tensor, x: Tensor, weight: Tensor, kernels: Kernels, stride: int, padding: tuple[int, int]
+    gradient: Tensor, x: Tensor, weight: Tensor, lists: KernelLists, stride: int, padding: tuple[int, int]
 ) -> Tensor:
     """Convolve the gradient with the flipped kernels, from the outputs to the inputs."""
     kernel = weight.shape[2:]
     if stride > 1 and tuple(kernel) == (1, 1) and padding == (0, 0):  # only every so many pixels were read
         to_x = torch.zeros_like(x)
         read = to_x[:, :, ::stride, ::stride]
-        read.copy_(_gradient_of_inputs(gradient, read, weight, kernels, 1, padding))
+        read.copy_(_gradient_of_inputs(gradient, read, weight, lists, 1, padding))
         return to_x
     if stride > 1:  # zeros between the pixels
         sides = [(side - 1) * stride + 1 for side in gradient.shape[2:4]]
@@ -158,31 +156,19 @@ def _gradient_of_inputs(
         gradient = apart
     to_x = x.new_empty(x.shape)
     around = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
-    _sums(gradient, to_x, weight.transpose(0, 1), None, kernels[2:], 1, around, flipped=True)
+    _run("plures_masked_sums", _layer(gradient, to_x, weight.transpose(0, 1), lists[2:], 1, around, flipped=True))
     return to_x
-
-
-def _sums(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lists: tuple[Tensor, Tensor],
-    stride: int,
-    padding: tuple[int, int],
-    flipped: bool = False,
-) -> None:
-    _run("plures_masked_sums", _layer(x, y, weight, bias, lists, stride, padding, flipped))
 
 
 def _layer(
     x: Tensor,
     y: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     lists: tuple[Tensor, Tensor],
     stride: int,
     padding: tuple[int, int],
+    *,
+    bias: Tensor | None = None,
     flipped: bool = False,
 ) -> _MaskedConvolution:
     starts, places = lists
@@ -202,6 +188,12 @@ def _layer(
     )
 
 
+def _refuse_others(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_cpu):
+            raise PluresError(f"the native library trains in float32 on the CPU, not {tensor.dtype} on {tensor.device}")
+
+
 def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Normalise blocked images by the statistics of the batch, as a layer in training does, and update its own.
 
@@ -209,8 +201,9 @@ def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, re
 
     The layer has weights, and running statistics with a momentum.
     """
-    if x.shape[1] != layer.num_features or layer.weight.dtype != torch.float32:
-        raise PluresError(f"a norm layer of {layer.num_features} channels was given {x.shape[1]}, or is not of float32")
+    if x.dim() != 5 or x.shape[1] != layer.num_features or (residual is not None and residual.shape != x.shape):
+        raise PluresError(f"a norm layer of {layer.num_features} channels cannot run over images {tuple(x.shape[1:4])}")
+    _refuse_others(x, residual, layer.weight, layer.bias)
     result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
         x, residual, layer.weight, layer.bias, layer.eps, relu
     )
@@ -227,7 +220,7 @@ class _NormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float, relu: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x = x.contiguous()
+        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, mean, variance = torch.empty_like(x), torch.empty_like(bias), torch.empty_like(bias)
         given = [x, residual, weight, bias, None, y, mean, variance, None, None, None, None]

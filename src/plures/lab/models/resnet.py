@@ -50,6 +50,7 @@ class BasicBlock(nn.Module):
     """
 
     expansion = 1
+    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -77,6 +78,7 @@ class Bottleneck(nn.Module):
     """
 
     expansion = 4
+    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -101,6 +103,8 @@ class Bottleneck(nn.Module):
 
 class ResNet(nn.Module):
     """A stem, stages of residual blocks that halve the image and double the width, mean pooling and a classifier."""
+
+    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
 
     def __init__(
         self,
@@ -185,6 +189,8 @@ class PreActivationBlock(nn.Module):
     `between` stands before conv2 and does nothing: it is a place for a dropout layer.
     """
 
+    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
+
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(inputs)
@@ -207,6 +213,8 @@ class PreActivationBlock(nn.Module):
 
 class WideResNet(nn.Module):
     """A stem, three stages of pre-activation blocks, mean pooling and a classifier."""
+
+    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
 
     def __init__(self, depth: int, widen: int, classes: int, channels: int, width: int, stem: Stem) -> None:
         super().__init__()

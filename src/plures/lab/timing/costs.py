@@ -107,10 +107,8 @@ def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo
     if isinstance(info, TableInfo):
         targets = torch.zeros(recipe.batch_size, 1, device=inputs.device)
     plain = harness.training_step(single.open(single.plan()[0]), inputs, targets, precision)
-    ratios: dict[
-        str, float
-    ] = {}  # by stage, if an engine trains it that leaves out what a member has not; else by phase
-    names: dict[Step, str] = {}
+    ratios: dict[str, float] = {}
+    names: dict[Step, str] = {}  # stages of one phase take equally long, unless they leave out what a member lacks
     for stage in ensemble.stages():
         own = lay_out(stage, recipe.batch_size, inputs.device, mixed=precision != "no")
         name = names[stage.step] = stage.name if own else stage.phase

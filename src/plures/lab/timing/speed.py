@@ -13,6 +13,7 @@ from plures.lab.data import Augment, batches, open_data
 from plures.lab.models import resnet8
 from plures.lab.timing import harness
 from plures.lab.timing.harness import Action, LeftOut, Ratio, Subject
+from plures.lab.training.loop import lay_out
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
@@ -28,13 +29,16 @@ LONGEST_PASS = 10.0  # one that takes longer is left out
 def step_ratios(subject: Subject, batch: int, precision: str, rounds: int) -> Iterator[Ratio]:
     """Compare the steps of the first member's three stages with a step of the plain network."""
     network = subject.make()
-    rivals = {}
-    names = ("masked training", "prune", "finetuning")
+    rivals, bars = {}, {}
+    targets = {"masked training": 1.05, "prune": 1.20, "finetuning": 1.05}
     # A stage is committed, untrained, when the next one is asked for.
-    for name, stage in zip(names, OrthogonalDropout(network, 5).stages(), strict=False):
-        rivals[f"{name} step / plain step"] = harness.training_step(stage, *harness.images(batch), precision)
-    # A small batch pays the same for masks. Only float32 is trained without multiplying zeros.
-    bars = dict(zip(rivals, (1.05, 1.20, 0.6 if precision == "float32" else 1.05), strict=True)) if batch == 64 else {}
+    for (name, bar), stage in zip(targets.items(), OrthogonalDropout(network, 5).stages(), strict=False):
+        inputs, labels = harness.images(batch)
+        skips_zeros = lay_out(stage, batch, inputs.device, mixed=precision in harness.DTYPES)
+        rival = f"{name} step / plain step"
+        rivals[rival] = harness.training_step(stage, inputs, labels, precision)
+        if batch == 64:  # a small batch pays the same for masks
+            bars[rival] = 0.6 if skips_zeros else bar
     plain = harness.first_step(Deterministic(network), batch, precision)
     yield from harness.race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
 

@@ -134,8 +134,7 @@ class OrthogonalDropout(Ensemble):
         put_on(network, masks, self._places)
         commit = partial(self._commit, ticket=self._ticket)
         if self.distill and phase.completes and self.trained:
-            said = lambda inputs: opinion(self, inputs)  # noqa: E731
-            stage: Stage = Distilled(network, step, self.loss, commit, said, self.distill)
+            stage: Stage = Distilled(network, step, self.loss, commit, partial(opinion, self), self.distill)
         else:
             stage = Stage(network, step, self.loss, commit)
         stage.engine = TrainingEngine()

@@ -1,22 +1,32 @@
 """Train a stage without multiplying the zeros of its masks: convolutions run over the kernels that they have."""
 
 import logging
-import operator
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
 from plures.methods.orthogonal_dropout.engines.owned.graph import ADD, ELEMENTWISE, ELEMENTWISE_LAYERS, RELU
 from plures.methods.orthogonal_dropout.engines.tracing import trace
-from plures.methods.orthogonal_dropout.masks import Keep, mask_of
+from plures.methods.orthogonal_dropout.masks import MASKS, Keep, mask_of
 from plures.native.library import load, why_unavailable
-from plures.native.training import Kernels, blocked, convolution, kernels_of, norm, unblocked
+from plures.native.training import KernelLists, blocked, convolution, lists_of, norm, unblocked
 
 log = logging.getLogger("plures")
 MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wide network are faster
+# Networks of these layers alone do nothing that a trace would lose. Other code may: gradients that it defines, changes
+# in place, choices that depend on the step. A class says that it does not by `traceable = True`.
+LAYERS = (
+    *(nn.Sequential, nn.Conv2d, nn.BatchNorm2d, nn.Linear, nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, *ELEMENTWISE_LAYERS),
+    *(nn.ModuleDict, parametrize.ParametrizationList, *MASKS),
+)
+BLOCKED_LAYERS = (*ELEMENTWISE_LAYERS, nn.Identity)  # they take images of any layout
 
 
 class TrainingEngine:
@@ -26,14 +36,15 @@ class TrainingEngine:
         output = engine.output(stage.network, images)  # None: call the network
 
     It uses the tensors of the network's own layers, so gradients arrive where they always do, and agree to rounding. It
-    needs a CPU with the native library, float32, batches that fill the vectors, and a network that torch.fx can trace:
-    one whose convolutions have masks of whole kernels, which leave out much, with little else between them than batch
-    norms, additions and activations. In all other cases the network itself is called.
+    needs a CPU with the native library, float32, and batches that fill the vectors. The network consists of torch's
+    layers, or of classes that say `traceable = True`. Masks of whole kernels leave out much, and little else than batch
+    norms, additions and activations stands between the convolutions. In all other cases the network itself is called.
     """
 
     def __init__(self) -> None:
         self._prepared: _Prepared | None = None
         self._refused: nn.Module | None = None  # a network that cannot be run here
+        self._running = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainingEngine":
         return TrainingEngine()  # of another network
@@ -46,10 +57,15 @@ class TrainingEngine:
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return None
         images = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_cpu and inputs.dtype == torch.float32
-        if not images or not network.training or not self.takes(network, len(inputs)):
+        if not images or not network.training or torch._C._are_functorch_transforms_active():
             return None
-        prepared = cast(_Prepared, self._prepared)
-        return None if prepared.is_disturbed() else prepared.run(inputs)
+        if not self._running.acquire(blocking=False):  # by another thread
+            return None
+        try:
+            usable = self.takes(network, len(inputs)) and cast(_Prepared, self._prepared).is_up_to_date()
+            return cast(_Prepared, self._prepared).run(inputs) if usable else None
+        finally:
+            self._running.release()
 
     def takes(self, network: nn.Module, images: int) -> bool:
         """Say whether batches of so many images of a network in training can be run here, on the CPU and in float32.
@@ -65,27 +81,39 @@ class TrainingEngine:
 
 
 def _prepare(network: nn.Module) -> "_Prepared | None":
-    if why_unavailable() is not None or not any(_kernels(network, name) for name, _ in network.named_modules()):
+    if why_unavailable() is not None or not all(map(_is_known, network.modules())):
         return None
     try:
         prepared = _Prepared(network, trace(network))
-    except Exception as error:  # whatever a network does that cannot be traced
-        log.debug("torch.fx cannot trace the network: %s", error)
+    except Exception as error:  # whatever code does that cannot be traced
+        log.warning("the network says that it is traceable, but torch.fx cannot trace it: %s", error)
         return None
     return prepared if prepared.pays() else None
 
 
-def _kernels(network: nn.Module, name: str) -> Kernels | None:
-    """List the kernels of a convolution, if it has a mask of whole kernels and nothing that the library lacks."""
+def _is_known(layer: nn.Module) -> bool:
+    kind = type(layer).__mro__[1] if parametrize.is_parametrized(layer) else type(layer)
+    return (kind in LAYERS or vars(kind).get("traceable") is True) and "forward" not in vars(layer)
+
+
+def _mask(network: nn.Module, name: str) -> Tensor | None:
+    """Give the mask of a convolution, if it is of whole kernels and the library has all that the layer needs."""
     layer = network.get_submodule(name)
     if not isinstance(layer, nn.Conv2d) or not parametrize.is_parametrized(layer, "weight"):
         return None
+    chain = cast(nn.ModuleDict, layer.parametrizations)["weight"]
     mask = mask_of(network, f"{name}.weight")
     simple = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
     simple = simple and layer.stride[0] == layer.stride[1] and not isinstance(layer.padding, str)
-    if not simple or not isinstance(mask, Keep) or mask.mask[0, 0].numel() != 1:
+    if not simple or not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1:
         return None
-    return kernels_of(mask.mask.flatten(1) != 0)
+    return mask.mask if mask.mask.shape[2:] == (1, 1) else None
+
+
+def _can_norm(layer: nn.Module) -> bool:
+    """Say whether a layer is a batch norm with all that it usually has."""
+    usual = type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats and layer.momentum is not None
+    return usual and layer.bias is not None
 
 
 class _Blocked:
@@ -104,34 +132,41 @@ class _Prepared(fx.Interpreter):
 
     def __init__(self, network: nn.Module, graph: fx.Graph) -> None:
         super().__init__(network, graph=graph)
-        self.layers = dict(network.named_modules())
-        called = [cast(str, node.target) for node in graph.nodes if node.op == "call_module"]
-        self.kernels = {name: found for name in called if (found := _kernels(network, name))}
+        self.extra_traceback = False  # an error is the layer's own
+        self.known = list(network.modules())
+        self.layers: dict[fx.Node, nn.Module] = {}
+        self.masks: dict[fx.Node, Tensor] = {}
+        for node in graph.find_nodes(op="call_module"):
+            name = cast(str, node.target)
+            self.layers[node] = network.get_submodule(name)
+            mask = _mask(network, name)
+            if mask is not None and len(node.args) == 1:
+                self.masks[node] = mask
+        self.lists: dict[fx.Node, KernelLists] = {n: lists_of(mask.flatten(1) != 0) for n, mask in self.masks.items()}
+        self.versions = [mask._version for mask in self.masks.values()]
         self.blocked: set[fx.Node] = set()  # nodes whose values are blocked
         for node in graph.nodes:
-            if self._stays_blocked(node, lambda given: given in self.blocked):
+            if self._stays_blocked(node):
                 self.blocked.add(node)
 
     def pays(self) -> bool:
         """Say whether much is left out, and few convolutions need their inputs laid out anew, as the first one does."""
-        convolutions = [node for node in self.graph.nodes if node.target in self.kernels]
-        converted = sum(node.args[0] not in self.blocked for node in convolutions)
-        kept = sum(kernels.places.numel() for kernels in self.kernels.values())
-        every = sum(cast(Tensor, self.layers[name].weight)[:, :, 0, 0].numel() for name in self.kernels)
-        return 0 < converted <= 1 + len(convolutions) // 4 and kept <= MOST_KEPT * every
+        converted = sum(node.args[0] not in self.blocked for node in self.lists)
+        kept = sum(lists.places.numel() for lists in self.lists.values())
+        every = sum(mask.numel() for mask in self.masks.values())
+        return 0 < converted <= 1 + len(self.lists) // 4 and kept <= MOST_KEPT * every
 
-    def is_disturbed(self) -> bool:
-        """Say whether a layer is not in training, or has hooks: here not all layers are called."""
-        return any(
-            not layer.training
-            or layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-            for layer in self.layers.values()
-        )
+    def is_up_to_date(self) -> bool:
+        """Say whether the network is as it was: not all of its layers are called here, and they are as they were."""
+        modules = list(self.module.modules())
+        same = list(map(id, modules)) == list(map(id, self.known))
+        same = same and [mask._version for mask in self.masks.values()] == self.versions
+        norms = all(_can_norm(layer) for layer in modules if isinstance(layer, nn.BatchNorm2d))
+        plain = all(layer.training and _is_known(layer) and not _has_hooks(layer) for layer in modules)
+        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        return same and norms and plain and not hooked
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **_: Any) -> Any:
         """Run the network."""
         try:
             return super().run(*args, enable_io_processing=False)
@@ -142,82 +177,71 @@ class _Prepared(fx.Interpreter):
         """Run a node on blocked images, if it can, and on plain ones if not."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n not in self.blocked:
-            args, kwargs = _each((args, kwargs), lambda value: unblocked(value.now()))
-            return getattr(self, n.op)(n.target, args, kwargs)
-        layer = self.layers.get(cast(str, n.target)) if n.op == "call_module" else None
-        if isinstance(layer, nn.Conv2d):
-            return self._convolved(cast(str, n.target), layer, args[0])
+            return self._run_on(n, args, kwargs, lambda value: unblocked(value.now()))
+        layer = self.layers.get(n)
+        if n in self.lists:
+            return self._convolved(n, cast(nn.Conv2d, layer), args[0])
         if isinstance(layer, nn.BatchNorm2d):
             return self._finished(n, _Blocked(args[0].now(), layer))
+        if isinstance(layer, nn.Identity):
+            return args[0]
         if self._is(n, nn.ReLU, RELU) and args[0].norm is not None:
             return _Blocked(args[0].now(relu=True))
-        if n.target in ADD and any(self._waits(given) for given in n.all_input_nodes):
-            waiting, other = args if self._waits(n.args[0]) else args[::-1]
+        if n.target in ADD and any(map(self._waits, n.all_input_nodes)):
+            waiting, other = args if self._waits(n.all_input_nodes[0]) else args[::-1]
             shortcut = other.now()
             if shortcut.shape != waiting.images.shape:  # they broadcast
                 return _Blocked(waiting.now() + shortcut)
             return self._finished(n, _Blocked(waiting.images, waiting.norm, shortcut))
-        if layer is not None and isinstance(layer, nn.Identity):
-            return args[0]
-        args, kwargs = _each((args, kwargs), lambda value: value.now())
-        return _Blocked(getattr(self, n.op)(n.target, args, kwargs))
+        return _Blocked(self._run_on(n, args, kwargs, lambda value: value.now()))
 
-    def _convolved(self, name: str, layer: nn.Conv2d, given: Any) -> _Blocked:
+    def _run_on(self, node: fx.Node, args: Any, kwargs: Any, take: Callable[[_Blocked], Tensor]) -> Any:
+        """Run a node as it is, on images that are taken from the blocked ones."""
+        args, kwargs = map_aggregate((args, kwargs), lambda v: take(v) if isinstance(v, _Blocked) else v)
+        return getattr(self, node.op)(node.target, args, kwargs)
+
+    def _convolved(self, node: fx.Node, layer: nn.Conv2d, given: Any) -> _Blocked:
         images = given.now() if isinstance(given, _Blocked) else blocked(given)
         padding = cast(tuple[int, int], layer.padding)
-        return _Blocked(convolution(images, layer.weight, layer.bias, self.kernels[name], layer.stride[0], padding))
+        return _Blocked(convolution(images, layer.weight, layer.bias, self.lists[node], layer.stride[0], padding))
 
     def _finished(self, node: fx.Node, value: _Blocked) -> _Blocked:
         """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
         return value if self._waits(node) else _Blocked(value.now())
 
-    def _waits(self, node: Any) -> bool:
+    def _waits(self, node: fx.Node) -> bool:
         """Say whether a norm layer, or the addition after one, is run with what follows: an addition, a ReLU."""
         user = next(iter(node.users)) if len(node.users) == 1 else None
         if user is None or user not in self.blocked:
             return False
+        then_relu = self._is(user, nn.ReLU, RELU)
         if self._is(node, nn.BatchNorm2d):
-            return self._is(user, nn.ReLU, RELU) or (_adds(user) and self._first_to_wait(user) is node)
-        return _adds(node) and self._first_to_wait(node) is not None and self._is(user, nn.ReLU, RELU)
+            once = (
+                sum(layer is self.layers[node] for layer in self.layers.values()) == 1
+            )  # its statistics have an order
+            return once and (then_relu or self._first_to_wait(user) is node)
+        return then_relu and self._first_to_wait(node) is not None
 
-    def _first_to_wait(self, addition: fx.Node) -> fx.Node | None:
-        """Choose one of two norm layers that are added."""
-        # An addition in place changes its first value, which may be used elsewhere: then it is not left out.
-        values = addition.all_input_nodes[: 1 if addition.target in (operator.iadd, "add_") else 2]
-        return next((node for node in values if self._is(node, nn.BatchNorm2d) and len(node.users) == 1), None)
+    def _first_to_wait(self, node: fx.Node) -> fx.Node | None:
+        """Choose one of two norm layers that are added; None where there is none, or nothing is added."""
+        added = node.target in ADD and len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
+        norms = [one for one in node.all_input_nodes if self._is(one, nn.BatchNorm2d) and len(one.users) == 1]
+        return norms[0] if added and norms else None
 
     def _is(self, node: fx.Node, layer: type[nn.Module], functions: tuple[Any, ...] = ()) -> bool:
-        if node.op == "call_module":
-            return type(self.layers[cast(str, node.target)]) is layer
-        return node.target in functions
+        return type(self.layers[node]) is layer if node in self.layers else node.target in functions
 
-    def _stays_blocked(self, node: fx.Node, is_blocked: Callable[[Any], bool]) -> bool:
+    def _stays_blocked(self, node: fx.Node) -> bool:
         """Say whether a node gives blocked images."""
-        if node.op == "call_module":
-            layer = self.layers[cast(str, node.target)]
-            if node.target in self.kernels:
-                return len(node.args) == 1
-            fits = isinstance(layer, (*ELEMENTWISE_LAYERS, nn.Identity)) or _can_norm(layer)
-            return fits and len(node.args) == 1 and is_blocked(node.args[0])
-        inputs = node.all_input_nodes
-        called = node.op in ("call_function", "call_method") and node.target in ELEMENTWISE
-        return called and bool(inputs) and all(map(is_blocked, inputs))
+        given = [argument in self.blocked for argument in node.args if isinstance(argument, fx.Node)]
+        if node.kwargs or not given:
+            return False
+        if node in self.layers:
+            layer = self.layers[node]
+            return node in self.masks or (all(given) and (type(layer) in BLOCKED_LAYERS or _can_norm(layer)))
+        return node.op in ("call_function", "call_method") and node.target in ELEMENTWISE and all(given)
 
 
-def _adds(node: fx.Node) -> bool:
-    """Say whether a node adds two values that are not the same."""
-    return node.target in ADD and len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
-
-
-def _can_norm(layer: nn.Module) -> bool:
-    usual = type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats and layer.momentum is not None
-    return usual and layer.weight.dtype == torch.float32
-
-
-def _each(values: Any, change: Callable[[_Blocked], Any]) -> Any:
-    """Change blocked images wherever they stand among the arguments of a call."""
-    if isinstance(values, _Blocked):
-        return change(values)
-    if isinstance(values, tuple | list):
-        return type(values)([_each(value, change) for value in values])
-    return {name: _each(value, change) for name, value in values.items()} if isinstance(values, dict) else values
+def _has_hooks(layer: nn.Module) -> bool:
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
