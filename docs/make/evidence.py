@@ -101,7 +101,7 @@ WANTED: tuple[Wanted | HeldOut, ...] = (
     Wanted("table1-tiny-imagenet-cpu", "tiny-imagenet-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
     Wanted("table1-cub200-cpu", "cub200-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
     Wanted("table3-cifar10-cpu", "cifar10-cpu", TARGETS["table3"].variants("cifar10-cpu")),
-    # Orthogonal dropout takes about 3:20 h on one core and 2:00 h on two. For two, before all others:
+    # Orthogonal dropout takes about two hours on one core. On two, before all others:
     # plures train cifar10-half-cpu --run runs/cifar10-half-cpu/orthogonal-dropout/seed-0 --data-dir data
     Wanted("width-cifar10-half-cpu", "cifar10-half-cpu", (SINGLE, SPLIT, DEEP)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (PACKED, AS_PUBLISHED), (0, 1, 2)),
