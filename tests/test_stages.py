@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,7 +16,7 @@ from forked import start
 from plures import OrthogonalDropout, PluresError
 from plures.methods.orthogonal_dropout.file import expected_bytes
 from plures.methods.orthogonal_dropout.partition import Partition, Private, Split
-from plures.tensors import own_tensors
+from plures.tensors import own_tensors, tensors
 
 INPUTS = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.arange(12) % 3
@@ -34,9 +35,16 @@ def train(stage: nn.Module, inputs: torch.Tensor = INPUTS, steps: int = 2) -> No
         optimizer.step()
 
 
-def test_the_compiler_survives_all_stages_of_five_members() -> None:
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(20, 3))
+
+
+@pytest.mark.parametrize("build", [mlp, convolutions])
+def test_the_compiler_survives_all_stages_of_five_members(build) -> None:
     torch.compiler.reset()
-    ensemble = OrthogonalDropout(mlp(), members=5)
+    ensemble = OrthogonalDropout(build(), members=5)
     for stage in ensemble.stages():
         train(torch.compile(stage, backend="eager", fullgraph=True), steps=1)
     assert len(ensemble.trained) == 5
@@ -151,8 +159,12 @@ def test_the_summary_tells_members_roles_and_sizes(caplog) -> None:
     text = str(ensemble)
     assert "OrthogonalDropout of Sequential (members=5" in text
     assert "0 of 14 stages trained" in text
-    assert "x the plain network" in text
-    assert "private" in text
+    assert re.search(r"^split +4,608 numbers in 2 tensors$", text, re.MULTILINE)
+    assert re.search(r"^private +323 numbers in 4 tensors x 5 members$", text, re.MULTILINE)
+    said = re.search(r"([\d.]+) x the plain network", text)
+    assert said
+    stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
+    assert float(said[1]) == pytest.approx(stored / ensemble.plain_bytes, abs=0.005)
     assert not caplog.records, "a small network is not worth a warning"
 
 
@@ -210,10 +222,10 @@ def in_a_process(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=2)
     for classifier in (None, "fixed"):
         torch.manual_seed(rank)  # the mistake: each process draws another network
-        network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         ensemble = OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
-        torch.manual_seed(0)
-        x, y = torch.randn(8, 8), torch.arange(8) % 3
+        torch.manual_seed(rank)
+        x, y = torch.randn(8, 8), torch.arange(8) % 3  # each process has data of its own
         try:
             for stage in ensemble.stages():
                 ddp = nn.parallel.DistributedDataParallel(stage)
@@ -222,7 +234,9 @@ def in_a_process(folder: Path, rank: int) -> None:
                     optimizer.zero_grad()
                     ddp(x, y).backward()
                     optimizer.step()
-            told = f"answer {ensemble(x).sum(dim=(1, 2)).tolist()}"
+                for buffer in stage.buffers():  # as the guide has it
+                    torch.distributed.broadcast(buffer, src=0)
+            told = f"answer {ensemble(torch.ones(1, 8)).tolist()}"
         except PluresError as error:
             (folder / "said" / f"{classifier}-{rank}").write_text(f"refused {error}")
             os._exit(0)  # at once: the other one goes on, and taking leave of it may wait for it
@@ -255,4 +269,42 @@ def test_processes_that_start_from_other_networks_end_with_the_same_ensemble(sai
 
 def test_processes_with_another_fixed_classifier_are_told(said: dict[str, str]) -> None:
     told = [said.get(f"fixed-{rank}", "") for rank in range(2)]
-    assert any(line.startswith("refused") and "of another process" in line for line in told)
+    assert any(line.startswith("refused") and "of another ensemble" in line for line in told)
+
+
+def fixed_by_hand() -> nn.Module:
+    network = mlp()
+    network.get_parameter("0.weight").requires_grad_(False)
+    return network
+
+
+SHARING = [
+    (lambda: OrthogonalDropout(mlp(), members=2, classifier="fixed"), "4.weight"),
+    (lambda: plures.DeepEnsemble(mlp(), members=2, classifier="fixed"), "4.weight"),
+    (lambda: plures.DeepEnsemble(fixed_by_hand(), members=2), "0.weight"),
+]
+
+
+@pytest.mark.parametrize(("build", "name"), SHARING)
+def test_a_stage_with_shared_weights_of_another_process_is_refused(build, name: str) -> None:
+    ensemble = build()
+    stage = ensemble.open(ensemble.plan()[0])
+    with torch.no_grad():
+        tensors(stage.network)[name].normal_()  # as DDP does, with what the first process has drawn
+    with pytest.raises(PluresError, match=f"shared tensor '{name}' of another ensemble"):
+        stage.commit()
+    assert not any(step.committed for step in ensemble.plan())
+
+
+@pytest.mark.parametrize(("build", "name"), SHARING)
+def test_a_moving_average_may_round_what_is_shared(build, name: str) -> None:
+    ensemble = build()
+    expected = None
+    for stage in ensemble.stages():
+        shared = tensors(stage.network)[name]
+        expected = shared.clone() if expected is None else expected
+        with torch.no_grad():
+            for _ in range(5):
+                shared.mul_(0.9).add_(shared / 0.9, alpha=0.1)
+        assert not shared.equal(expected)
+    assert ensemble.checkout(0).state_dict()[name].equal(expected)

@@ -140,6 +140,25 @@ class Stage(nn.Module):
         self.committed = True
 
 
+def refuse_other_shared(stage: Stage, own: Mapping[str, Tensor], used: Mapping[str, Tensor]) -> None:
+    """Refuse a stage that was trained with other shared tensors, by name, than the ensemble has.
+
+    DDP gives every process the tensors of the first. What a stage does not write back must be the same everywhere from
+    the start, or else each process would end with another ensemble. A moving average or a lower precision may round.
+    """
+    for name, tensor in own.items():
+        if not torch.allclose(tensor.to(used[name]), used[name], rtol=0.01, equal_nan=True):
+            raise other_start(stage, f"the shared tensor {name!r}")
+
+
+def other_start(stage: Stage, what: str) -> PluresError:
+    """Say that a stage was trained with something that the ensemble of this process does not have."""
+    return PluresError(
+        f"stage '{stage.name}' was trained with {what} of another ensemble: call torch.manual_seed with one number "
+        "and give the ensemble one seed in all processes, and do not change what is frozen"
+    )
+
+
 @dataclass(frozen=True)
 class Stored:
     """What a file holds of an ensemble; its tensors are read one by one, when they are needed.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plures.calling import call, logits_of
 from plures.checks import one_of
-from plures.ensemble import Ensemble, Stage, Step, Stored
+from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_other_shared
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import check_members
@@ -162,8 +162,9 @@ class DeepEnsemble(Ensemble):
         member = self._number(stage.member)
         if self.committed[member]:
             raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
-        values = tensors(stage.network)
-        for name, tensor in tensors(self.networks[member]).items():
+        values, own = tensors(stage.network), tensors(self.networks[member])
+        refuse_other_shared(stage, {name: own[name] for name in self.shared}, values)
+        for name, tensor in own.items():
             if name not in self.shared:
                 tensor.copy_(values[name])
         self.committed[member] = True

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from plures.ensemble import Stage
+from plures.ensemble import Stage, other_start, refuse_other_shared
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import Keep, TopK, gathered, in_layout_of, mask_of, spread
 from plures.methods.orthogonal_dropout.partition import Partition, Split
@@ -110,28 +110,15 @@ PHASES: dict[str, type[Phase]] = {phase.name: phase for phase in (Pretrain, Prun
 
 
 def refuse_other_start(stage: Stage, phase: Phase, split: Split, values: Mapping[str, Tensor]) -> None:
-    """Refuse a stage that was trained with other shared weights or masks than the ensemble has.
-
-    DDP gives every process the tensors of the first. What a stage does not write back must be the same everywhere from
-    the start, or else each process would end with another ensemble.
-    """
+    """Refuse a stage that was trained with other shared weights or masks than the ensemble has."""
     own = own_tensors(split.network)
-    for name, tensor in own.items():
-        if split.roles[name] is Role.SHARED and not tensor.equal(values[name].to(tensor.device)):
-            raise _other_start(stage, f"the shared tensor {name!r}")
+    refuse_other_shared(stage, {name: own[name] for name in own if split.roles[name] is Role.SHARED}, values)
     for name in split.owners():
         mask = mask_of(stage.network, name)
         if isinstance(mask, Keep):
             expected = cast(Keep, phase.mask(own[name], split.partition, name, cast(int, stage.member)))
             if not mask.mask.equal(expected.mask.to(mask.mask)):
-                raise _other_start(stage, f"the mask of {name!r}")
-
-
-def _other_start(stage: Stage, what: str) -> PluresError:
-    return PluresError(
-        f"stage '{stage.name}' was trained with {what} of another process: call torch.manual_seed with one number, and "
-        "give the ensemble one seed, in all processes"
-    )
+                raise other_start(stage, f"the mask of {name!r}")
 
 
 class Progress:
