@@ -16,8 +16,17 @@ from plures import PluresError
 from plures.lab.method_names import METHOD_NAMES
 from plures.lab.paper import canvas
 from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
-from plures.lab.paper.published import FROM_MIMO_PAPER, MC_DROPOUT_NOTE, TABLE1, TABLE2, TABLE3, Published
+from plures.lab.paper.published import (
+    FROM_MIMO_PAPER,
+    MC_DROPOUT_NOTE,
+    TABLE1,
+    TABLE2,
+    TABLE3,
+    Published,
+    paper_members,
+)
 from plures.lab.paper.targets import TARGETS
+from plures.lab.recipes import get_recipe
 
 NAN = float("nan")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -42,6 +51,12 @@ def test_methods_are_called_as_on_the_command_line() -> None:
     names = set(TABLE1["cifar10"])
     assert names == set(TABLE2["cifar10"]) == set(METHOD_NAMES) - {"packed-ensemble"}
     assert names - FROM_MIMO_PAPER == {"orthogonal-dropout", "masksembles"}
+
+
+@pytest.mark.parametrize(("table", "recipe", "wide"), [(TABLE1, "cifar10", False), (TABLE2, "cifar10-wrn", True)])
+def test_runs_of_the_papers_recipes_have_the_members_of_its_figures(table, recipe: str, wide: bool) -> None:
+    for method in set(table["cifar10"]) - {"deterministic", "mc-dropout"}:
+        assert get_recipe(recipe).for_method(method).members == paper_members(method, wide), method
 
 
 def test_values_are_possible() -> None:

@@ -140,7 +140,11 @@ TARGETS = {
         WIDE_RESNETS,
         _methods,
         columns,
-        notes={"paper": published.PAPER, TAKEN_OVER: published.MIMO_PAPER},
+        notes={
+            "paper": published.PAPER,
+            TAKEN_OVER: published.MIMO_PAPER,
+            "deep-ensemble, mc-dropout": published.MIMO_PAPER_NOTE,
+        },
     ),
     "table3": Target(
         "what each part contributes",
