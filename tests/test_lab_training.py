@@ -742,11 +742,12 @@ def test_a_stage_that_ends_underconfident_says_so(caplog: pytest.LogCaptureFixtu
     head = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
     with torch.no_grad():
         head.weight.mul_(0.1)  # so small that no training of the layers before makes it confident
-    ensemble = plures.OrthogonalDropout(network, members=2, classifier="fixed", optimize_masks=False)
     longer = dataclasses.replace(RECIPE, epochs=Epochs(train=20), learning_rate=0.5, crop=0)
-    with caplog.at_level(logging.WARNING, "plures"):
-        fit(ensemble, make_data(), longer, quiet=True)
-    assert "ends underconfident: its accuracy" in caplog.text
+    for classifier, warned in (("private", False), ("fixed", True)):
+        ensemble = plures.OrthogonalDropout(network, members=2, classifier=classifier, optimize_masks=False)
+        with caplog.at_level(logging.WARNING, "plures"):
+            fit(ensemble, make_data(), longer, quiet=True)
+        assert ("ends underconfident: its accuracy" in caplog.text) == warned, classifier
 
 
 def test_finetuning_may_start_at_a_rate_of_its_own(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """The README's quickstart on real digits keeps the promise: what a newcomer copies is better than the plain network."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import DataLoader, TensorDataset
 
 import plures
+from plures.lab.cli.main import main
+from short import pool_here
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -61,3 +65,19 @@ def test_the_quickstart_is_no_worse_than_the_plain_network_soon_and_better_later
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert split_nll(digits, epochs) < bar * plain_nll(digits, epochs)
+    network = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    save_file(network.state_dict(), "plain.safetensors")
+    said = re.search(r"plures\.save\(.*# ([\d.]+) x this small network", README.read_text())
+    assert said
+    growth = Path("digits.safetensors").stat().st_size / Path("plain.safetensors").stat().st_size
+    assert growth == pytest.approx(float(said[1]), abs=0.05)
+
+
+def test_the_demonstration_is_better_than_the_single_network(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("plures.lab.compare.compare._pool", pool_here)
+    words = ["compare", "digits", "--methods", "deterministic", "orthogonal-dropout", "--runs", str(tmp_path)]
+    assert main([*words, "--out", str(tmp_path / "table")]) == 0
+    (table,) = (tmp_path / "table").glob("*.json")
+    rows = {row["name"]: row["metrics"] for row in json.loads(table.read_text())["rows"]}
+    for metric in ("nll", "ece"):
+        assert rows["orthogonal-dropout"][metric]["mean"] < rows["deterministic"][metric]["mean"], metric

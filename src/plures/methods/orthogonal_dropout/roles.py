@@ -47,8 +47,8 @@ def roles(
 
     - `classifier`: the name of the classifier; by default, the last Linear. It is private if small and split if large.
     - `fixed`: make the classifier shared, as in the paper.
-    - `embeddings`: one role for all embeddings ("shared" suits pre-trained ones); by default, they are private if small
-      and split if large.
+    - `embeddings`: one role for all embeddings ("shared" keeps those of a large pre-trained network as they are); by
+      default, they are private if small and split if large.
     """
     check_network(network)
     one_of("embeddings", embeddings, (None, *Role))
