@@ -74,6 +74,7 @@ def test_the_quickstart_is_no_worse_than_the_plain_network_soon_and_better_later
 
 
 def test_the_demonstration_is_better_than_the_single_network(tmp_path, monkeypatch) -> None:
+    """Train as `make demo` does, with its seed; docs/results.md has three."""
     monkeypatch.setattr("plures.lab.compare.compare._pool", pool_here)
     words = ["compare", "digits", "--methods", "deterministic", "orthogonal-dropout", "--runs", str(tmp_path)]
     assert main([*words, "--out", str(tmp_path / "table")]) == 0

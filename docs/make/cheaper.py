@@ -1,9 +1,9 @@
 """The table and the picture of how good an ensemble gets for how much training, on held-out images.
 
 `docs/make/evidence.py` makes the runs. Training is counted, not timed: in epochs of one network, and in
-multiplications, where a member of a split network needs no more than the share of the weights that it trains. (The
-training engine of the CPU skips most of the others, a GPU none.) A pass of teachers for distillation counts as a third
-of a training step, and a parent with all of its epochs.
+multiplications, where a member of a split network needs no more than the share of the weights that it trains. (On a CPU
+the training engine skips about half of the other multiplications, a GPU none.) A pass of teachers for distillation
+counts as a third of a training step, and a parent with all of its epochs.
 """
 
 from collections.abc import Sequence

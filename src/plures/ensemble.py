@@ -147,7 +147,11 @@ def refuse_other_shared(stage: Stage, own: Mapping[str, Tensor], used: Mapping[s
     the start, or else each process would end with another ensemble. A moving average or a lower precision may round.
     """
     for name, tensor in own.items():
-        if not torch.allclose(tensor.to(used[name]), used[name], rtol=0.01, equal_nan=True):
+        theirs = used[name]
+        ours = tensor.to(theirs)
+        # 1e-7: float16 rounds by up to 3e-8, however small the number.
+        rounded = ours.is_floating_point() and torch.allclose(ours, theirs, rtol=0.01, atol=1e-7)
+        if not (ours.equal(theirs) or rounded):
             raise other_start(stage, f"the shared tensor {name!r}")
 
 

@@ -88,7 +88,7 @@ MC_DROPOUT_NOTE = (
     "table 3 gives .287 and .0415, at the same accuracy; it does not say why."
 )
 # As the authors of these figures list them: google/uncertainty-baselines, baselines/cifar.
-MIMO_PAPER_NOTE = "The figures taken over are of a deep ensemble of four networks, and of one pass of MC dropout."
+MIMO_PAPER_NOTE = "The figures taken over are for a deep ensemble of four networks and for MC dropout with one pass."
 
 
 def paper_members(method: str, wide: bool) -> int:

@@ -125,7 +125,7 @@ class OrthogonalDropout(Ensemble):
         if step != due(self.plan()):
             raise self._out_of_date(step)
         member, phase = self._number(step.member), self._phase(step.phase)
-        network = self._start(member) if self.draft is None else copy.deepcopy(self.draft)
+        network = self._start(member) if self.draft is None else self._draft_to_train(self.draft)
         known = tensors(network)
         for name, tensor in known.items():
             if not phase.trains(self.roles[name]):
@@ -157,6 +157,15 @@ class OrthogonalDropout(Ensemble):
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self.moments, names, self.seed, "member", member, self.progress.attempts[member])
+        return network
+
+    def _draft_to_train(self, draft: nn.Module) -> nn.Module:
+        network = copy.deepcopy(draft)
+        given = tensors(self.network)
+        with torch.no_grad():
+            for name, tensor in tensors(network).items():
+                if self.roles[name] is Role.SHARED:  # as the last stage left it: rounded, perhaps
+                    tensor.copy_(given[name])
         return network
 
     def _commit(self, stage: Stage, ticket: object) -> None:
