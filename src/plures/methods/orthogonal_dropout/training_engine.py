@@ -148,6 +148,7 @@ class _Prepared(fx.Interpreter):
         for node in graph.nodes:
             if self._stays_blocked(node):
                 self.blocked.add(node)
+        self.waiting = set(filter(self._waits, graph.nodes))
 
     def pays(self) -> bool:
         """Say whether much is left out, and few convolutions need their inputs laid out anew, as the first one does."""
@@ -187,8 +188,8 @@ class _Prepared(fx.Interpreter):
             return args[0]
         if self._is(n, nn.ReLU, RELU) and args[0].norm is not None:
             return _Blocked(args[0].now(relu=True))
-        if n.target in ADD and any(map(self._waits, n.all_input_nodes)):
-            waiting, other = args if self._waits(n.all_input_nodes[0]) else args[::-1]
+        if n.target in ADD and not self.waiting.isdisjoint(n.all_input_nodes):
+            waiting, other = args if n.all_input_nodes[0] in self.waiting else args[::-1]
             shortcut = other.now()
             if shortcut.shape != waiting.images.shape:  # they broadcast
                 return _Blocked(waiting.now() + shortcut)
@@ -207,7 +208,7 @@ class _Prepared(fx.Interpreter):
 
     def _finished(self, node: fx.Node, value: _Blocked) -> _Blocked:
         """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
-        return value if self._waits(node) else _Blocked(value.now())
+        return value if node in self.waiting else _Blocked(value.now())
 
     def _waits(self, node: fx.Node) -> bool:
         """Say whether a norm layer, or the addition after one, is run with what follows: an addition, a ReLU."""
@@ -216,9 +217,7 @@ class _Prepared(fx.Interpreter):
             return False
         then_relu = self._is(user, nn.ReLU, RELU)
         if self._is(node, nn.BatchNorm2d):
-            once = (
-                sum(layer is self.layers[node] for layer in self.layers.values()) == 1
-            )  # its statistics have an order
+            once = sum(layer is self.layers[node] for layer in self.layers.values()) == 1  # statistics have an order
             return once and (then_relu or self._first_to_wait(user) is node)
         return then_relu and self._first_to_wait(node) is not None
 
