@@ -125,7 +125,7 @@ class OrthogonalDropout(Ensemble):
         if step != due(self.plan()):
             raise self._out_of_date(step)
         member, phase = self._number(step.member), self._phase(step.phase)
-        network = self._start(member) if self.draft is None else self._draft_to_train(self.draft)
+        network = self._start(member) if self.draft is None else copy.deepcopy(self.draft)
         known = tensors(network)
         for name, tensor in known.items():
             if not phase.trains(self.roles[name]):
@@ -159,15 +159,6 @@ class OrthogonalDropout(Ensemble):
             restart(network, self.moments, names, self.seed, "member", member, self.progress.attempts[member])
         return network
 
-    def _draft_to_train(self, draft: nn.Module) -> nn.Module:
-        network = copy.deepcopy(draft)
-        given = tensors(self.network)
-        with torch.no_grad():
-            for name, tensor in tensors(network).items():
-                if self.roles[name] is Role.SHARED:  # as the last stage left it: rounded, perhaps
-                    tensor.copy_(given[name])
-        return network
-
     def _commit(self, stage: Stage, ticket: object) -> None:
         if ticket is not self._ticket:
             raise self._out_of_date(stage.step)
@@ -179,7 +170,9 @@ class OrthogonalDropout(Ensemble):
             self.split.write(member, values)
             self.draft = None
         else:
-            self.draft = refilled(self.network, values)
+            own = own_tensors(self.network)  # a stage may have rounded what is shared
+            shared = {name: tensor for name, tensor in own.items() if self.roles[name] is Role.SHARED}
+            self.draft = refilled(self.network, {**values, **shared})
         self.progress.committed[member].append(stage.phase)
         self._ticket = object()
 
