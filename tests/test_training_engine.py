@@ -356,6 +356,16 @@ def test_a_network_that_was_changed_is_called(what, monkeypatch):
     assert not ran(stage, monkeypatch, lambda: trained(stage))
 
 
+def test_masks_that_are_written_again_with_the_same_values_change_nothing(monkeypatch):
+    stage = opened(residual())
+    assert ran(stage, monkeypatch, lambda: trained(stage))
+    for buffer in stage.buffers():  # as a resumed run does, and DDP before every step
+        buffer.copy_(buffer.clone())
+    assert ran(stage, monkeypatch, lambda: trained(stage))
+    changed(stage, "another mask")
+    assert not ran(stage, monkeypatch, lambda: trained(stage))
+
+
 def test_several_threads_train_one_stage():
     stage = opened(residual())
     expected = stage.logits(images(BATCH))

@@ -144,6 +144,7 @@ class _Prepared(fx.Interpreter):
                 self.masks[node] = mask
         self.lists: dict[fx.Node, KernelLists] = {n: lists_of(mask.flatten(1) != 0) for n, mask in self.masks.items()}
         self.versions = [mask._version for mask in self.masks.values()]
+        self.copies = [mask.clone() for mask in self.masks.values()]
         self.blocked: set[fx.Node] = set()  # nodes whose values are blocked
         for node in graph.nodes:
             if self._stays_blocked(node):
@@ -161,11 +162,17 @@ class _Prepared(fx.Interpreter):
         """Say whether the network is as it was: not all of its layers are called here, and they are as they were."""
         modules = list(self.module.modules())
         same = list(map(id, modules)) == list(map(id, self.known))
-        same = same and [mask._version for mask in self.masks.values()] == self.versions
+        same = same and self._has_the_same_masks()
         norms = all(_can_norm(layer) for layer in modules if isinstance(layer, nn.BatchNorm2d))
         plain = all(layer.training and _is_known(layer) and not _has_hooks(layer) for layer in modules)
         hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
         return same and norms and plain and not hooked
+
+    def _has_the_same_masks(self) -> bool:
+        versions = [mask._version for mask in self.masks.values()]
+        if versions != self.versions and all(map(torch.equal, self.masks.values(), self.copies)):
+            self.versions = versions  # written again with the same values, by a run that resumes or by DDP
+        return versions == self.versions
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run the network."""
