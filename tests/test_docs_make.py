@@ -201,6 +201,11 @@ def test_the_tables_are_those_of_the_runs_that_were_kept(tmp_path: Path, monkeyp
     assert names <= {found[1] for found in tables.PLACE.finditer((results.parent / "results.md").read_text())}
 
 
+def test_all_runs_compute_alike_whatever_the_processor_has() -> None:
+    jobs = [job for one in evidence.WANTED for job in one.jobs(Path())]
+    assert {job.recipe.precision for job in jobs} == {"no"}
+
+
 def test_a_table_is_named_as_a_whole_or_by_its_beginning() -> None:
     def tables_of(*names: str) -> set[str]:
         return {one.table for one in evidence.chosen(names)}

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import store
 from held_out_table import Line, lines_of, save
 from plures.lab.compare.jobs import Comparison, Job, Variant
-from plures.lab.recipes import Recipe, get_recipe
+from plures.lab.recipes import Recipe
 
 matplotlib.rcParams |= {"svg.hashsalt": "plures", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
@@ -67,7 +67,7 @@ SCHEDULES = (
 
 def jobs_of(recipe: str, seeds: Sequence[int], runs: Path) -> dict[str, list[Job]]:
     """List the runs of a recipe, by schedule; one that changes nothing shares them with `plures compare`."""
-    usual = get_recipe(recipe)
+    usual = store.recipe_of(recipe)
     found: dict[str, list[Job]] = {}
     for schedule in SCHEDULES:
         for seed in seeds:
@@ -85,7 +85,7 @@ def write(recipe: str, seeds: Sequence[int]) -> int:
     if not lines:
         return 0
     named = {schedule.name: schedule for schedule in SCHEDULES}
-    costs = [cost(named[line.name], line.runs[0]["stages"], get_recipe(recipe)) for line in lines]
+    costs = [cost(named[line.name], line.runs[0]["stages"], store.recipe_of(recipe)) for line in lines]
     draw(lines, costs, store.RESULTS / f"cheaper-{recipe}.svg")
     return save(f"cheaper-{recipe}", lines, COLUMNS, [cells(*pair) for pair in zip(lines, costs, strict=True)])
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import store
 from held_out_table import lines_of, save
 from plures.lab.compare.jobs import Comparison, Job, Variant
-from plures.lab.recipes import get_recipe
 
 SPLIT = "orthogonal-dropout"
 SCALED = "fixed, one learned scale per member"
@@ -26,7 +26,7 @@ COLUMNS = ["classifier", "accuracy %", "NLL", "ECE", "member accuracy %", "agree
 
 def jobs_of(recipe: str, seeds: Sequence[int], runs: Path) -> dict[str, list[Job]]:
     """List the runs of a recipe, by what becomes of the classifier."""
-    plain = get_recipe(recipe)
+    plain = store.recipe_of(recipe)
     with_scale = replace(plain, model=f"scaled:{plain.model}")
     found = {}
     for name, form in FORMS.items():

@@ -35,7 +35,6 @@ from plures.lab.compare.pool import is_done
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.paper.published import TABLE1, paper_data
 from plures.lab.paper.targets import AS_PUBLISHED, TARGETS
-from plures.lab.recipes import get_recipe
 from plures.lab.training.progress import duration
 
 HERE = str(Path(__file__).parent)
@@ -60,7 +59,7 @@ class Wanted:
 
     def jobs(self, runs: Path) -> list[Job]:
         """List the runs."""
-        return Comparison(self.recipe, get_recipe(self.recipe), self.variants, self.seeds).jobs(runs)
+        return Comparison(self.recipe, store.recipe_of(self.recipe), self.variants, self.seeds).jobs(runs)
 
     def write(self) -> int:
         """Write the table of all runs that were kept for it, and say how many they are."""
@@ -220,7 +219,7 @@ def write(name: str) -> int:
     """Write a table of all runs on test images that were kept for it, and say how many they are."""
     wanted = [one for one in WANTED if isinstance(one, Wanted) and one.table == name]
     recipe, target = wanted[0].recipe, TARGETS.get(name.partition("-")[0], TARGETS["table1"])
-    paper = (target.paper or TABLE1).get(paper_data(get_recipe(recipe).data), {})
+    paper = (target.paper or TABLE1).get(paper_data(store.recipe_of(recipe).data), {})
     order = target.variants(recipe) if name.startswith("table") else wanted[0].variants
     rows: list[Row] = []
     documents: list[store.Kept] = []

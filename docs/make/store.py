@@ -6,7 +6,7 @@ Figures count for a run of today if recipe and options are the same.
 import inspect
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from plures.lab.compare.jobs import Job
 from plures.lab.compare.rows import Finished
 from plures.lab.data import DataInfo
 from plures.lab.method_names import method_class, method_options
+from plures.lab.recipes import Recipe, get_recipe
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, described, ensemble_for, network_for
@@ -32,6 +33,11 @@ from plures.lab.timing.machine import machine
 RESULTS = Path(__file__).parent.parent / "results"
 Images = Literal["metrics", "held_out"]  # of the test, or neither trained nor tested on
 Kept = Any  # the JSON document of a run
+
+
+def recipe_of(name: str) -> Recipe:
+    """Give a recipe in full precision: rows of one table compute alike, whether or not a processor has bf16."""
+    return replace(get_recipe(name), precision="no")
 
 
 def path_of(job: Job) -> Path:
