@@ -79,6 +79,14 @@ def test_classifiers_and_embeddings_are_private_where_they_are_small_and_split_w
         plures.roles(large, embeddings="frozen")
 
 
+def test_shared_embeddings_are_no_classifier() -> None:
+    network = nn.Sequential(nn.Embedding(10_000, 8), nn.Linear(8, 400), nn.Linear(400, 10))
+    roles = plures.roles(network, embeddings="shared")
+    assert plures.OrthogonalDropout(network, members=2, roles=roles).options()["classifier"] == "private"
+    split = plures.OrthogonalDropout(network, members=2, roles=roles, classifier="split").options()["roles"]
+    assert (split["0.weight"], split["2.weight"]) == ("shared", "split")
+
+
 def test_names_of_modules_are_checked() -> None:
     with pytest.raises(PluresError, match="classifier='haed' is not a module of the network; did you mean head"):
         plures.roles(Small(), classifier="haed")

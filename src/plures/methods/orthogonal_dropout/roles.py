@@ -119,15 +119,20 @@ def resolve_roles(
 
 
 def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = None) -> list[str]:
-    """Name the trainable tensors of the classifier: of the last Linear, or those that are shared if it is another.
+    """Name the trainable tensors of the classifier: of the last Linear, or of the layers that are shared in its place.
 
-    classifier_tensors(network)  # ["fc.weight", "fc.bias"]
+        classifier_tensors(network)  # ["fc.weight", "fc.bias"]
+
+    Embeddings may be shared, too, and are no classifier.
     """
     names = {name: tensor for name, tensor in tensors(network).items() if tensor.requires_grad}
     last = _last_linear(network)
     own = set() if last is None else {id(parameter) for parameter in network.get_submodule(last).parameters()}
     of_last = [name for name, tensor in names.items() if id(tensor) in own]
-    shared = [name for name in names if given is not None and given.get(name) == Role.SHARED]
+    modules = [module for module in network.modules() if isinstance(module, CLASSIFIERS)]
+    able = {id(parameter) for module in modules for parameter in module.parameters()}
+    roles_of = {} if given is None else given
+    shared = [name for name, tensor in names.items() if roles_of.get(name) == Role.SHARED and id(tensor) in able]
     return shared if shared and not set(shared) & set(of_last) else of_last
 
 
@@ -157,6 +162,7 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+CLASSIFIERS = (nn.Linear, _ConvNd)
 
 
 def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
@@ -181,7 +187,7 @@ def _last_linear(network: nn.Module) -> str | None:
 def _named_classifier(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
         raise PluresError(f"classifier={name!r} is not a module of the network{nearest(name, modules)}")
-    if not isinstance(modules[name], nn.Linear | _ConvNd):
+    if not isinstance(modules[name], CLASSIFIERS):
         kind = type(modules[name]).__name__
         raise PluresError(f"classifier={name!r} is a {kind}; name the Linear or convolution that gives the logits")
     return name
