@@ -21,7 +21,7 @@ from plures.lab.timing import bench, costs, estimates, owned_engine, size, speed
 from plures.lab.timing.costs import MethodCost
 from plures.lab.timing.harness import CLASSES, LeftOut, Ratio, Subject, finished, images, race, timed
 from plures.lab.timing.size import allocator_peak, memory_ratios
-from plures.lab.timing.speed import TextbookTopK, affordable_ratios, bf16_ratio, data_ratios, stacked
+from plures.lab.timing.speed import TextbookTopK, affordable_ratios, bf16_ratios, data_ratios, stacked
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.native import library
 
@@ -70,10 +70,10 @@ def test_every_part_measures_something_finite(monkeypatch, tmp_path) -> None:
     found = [
         *bench.large_ratios(SMALL, "float32", batches=(1, 2), rounds=1),
         *data_ratios(rounds=1, steps=2),
-        *bf16_ratio(SMALL, rounds=1),
+        *bf16_ratios(SMALL, 2, rounds=1),
     ]
     steps, files, memory, predictions = 3, 5, 3, 2 * 4
-    assert len(found) == steps + files + memory + predictions + 1 + 1
+    assert len(found) == steps + files + memory + predictions + 1 + 2
     assert all(isinstance(one, Ratio) and math.isfinite(one.value) and one.value > 0 for one in found)
 
 

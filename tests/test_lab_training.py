@@ -30,7 +30,7 @@ from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs import config as config_module
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.checkpoint import Position, pack, position_of, prime, unpack
-from plures.lab.training.distributed import Processes
+from plures.lab.training.distributed import Processes, resolve
 from plures.lab.training.fit import fit
 
 CLASSES, SIZE = 3, 8
@@ -679,6 +679,15 @@ def test_a_stage_that_was_trained_is_not_kept(monkeypatch, large):
     del stage
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(("tiles", "chosen"), [(True, "bf16"), (False, "no")])
+def test_auto_takes_bf16_on_processors_with_tiles_only(monkeypatch, tiles, chosen):
+    """With the bf16 instructions of AVX-512 alone, training is slower than in float32."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert resolve("auto", torch.device("cpu")) == chosen
+    assert resolve("bf16", torch.device("cpu")) == "bf16", "as asked for"
 
 
 # --- several processes

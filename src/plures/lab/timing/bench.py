@@ -17,7 +17,7 @@ from plures.lab.training.distributed import resolve
 
 
 def precision_here() -> str:
-    """Name the precision that training takes on this machine: bf16 only where the processor multiplies in it.
+    """Name the precision that training takes on this machine: bf16 only where the processor is made for it.
 
     >>> precision_here() in ("bf16", "float32")
     True
@@ -42,8 +42,7 @@ def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
     if precision == "bf16":
         for batch in (1, 32, 128):
             yield from speed.prediction_ratios(RESNET18, batch, "bf16", rounds=2)
-    else:
-        yield from speed.bf16_ratio(RESNET18, rounds=3)
+    yield from speed.bf16_ratios(RESNET18, 8, rounds=3)
 
 
 def all_large_ratios() -> Iterator[Ratio | LeftOut]:

@@ -153,8 +153,12 @@ def affordable_ratios(subject: Subject, sizes: Sequence[int], precision: str, ro
         yield from prediction_ratios(subject, batch, precision, passes, engines_only=slow)
 
 
-def bf16_ratio(subject: Subject, rounds: int) -> Iterator[Ratio]:
-    """Compare prediction of the plain network in bf16 with float32, one image."""
+def bf16_ratios(subject: Subject, batch: int, rounds: int) -> Iterator[Ratio]:
+    """Compare the plain network in bf16 with float32: training steps, and prediction of one image."""
+    single = Deterministic(subject.make())
+    float32, bf16 = (harness.first_step(single, batch, precision) for precision in ("float32", "bf16"))
+    rivals = {"plain training step in bf16 / in float32": bf16}
+    yield from harness.race(f"{subject.name}, batch {batch}", float32, rivals, rounds)
     network = subject.make().eval()
     float32, bf16 = (harness.prediction(network, harness.images(1)[0], precision) for precision in ("float32", "bf16"))
     rivals = {"plain prediction in bf16 / in float32": bf16}

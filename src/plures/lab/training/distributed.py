@@ -172,14 +172,15 @@ def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:
 
 
 def resolve(precision: str, device: torch.device) -> Literal["no", "bf16", "fp16"]:
-    """Turn "auto" into bf16 where the device multiplies in it, and into full precision elsewhere.
+    """Turn "auto" into bf16 where the device is made to multiply in it, and into full precision elsewhere.
 
-    A processor without such instructions can compute in bf16, too, but many times more slowly.
+    Of processors these are the ones with tiles (AMX). Others compute in bf16, too, but more slowly than in float32:
+    many times without bf16 instructions, and somewhat with those of AVX-512.
     """
     if precision != "auto":
         return precision  # type: ignore[return-value]
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
     if device.type == "cpu":
-        return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+        return "bf16" if torch.cpu._is_amx_tile_supported() else "no"
     return "no"
