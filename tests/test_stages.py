@@ -3,9 +3,11 @@
 import logging
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +46,19 @@ def convolutions() -> nn.Module:
 @pytest.mark.parametrize("build", [mlp, convolutions])
 def test_the_compiler_survives_all_stages_of_five_members(build) -> None:
     torch.compiler.reset()
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(stage.name)
+        return graph.forward
+
     ensemble = OrthogonalDropout(build(), members=5)
     for stage in ensemble.stages():
-        train(torch.compile(stage, backend="eager", fullgraph=True), steps=1)
+        train(torch.compile(stage, backend=backend, fullgraph=True), steps=1)
     assert len(ensemble.trained) == 5
+    prunings = [f"member {member} prune" for member in range(4)]
+    assert set(compiled) <= {"member 0 pretrain", *prunings}, "the other nine stages find what was compiled before"
+    assert len(compiled) == len(set(compiled))
     torch.compiler.reset()
 
 
@@ -199,7 +210,7 @@ def test_text_networks_in_five_members_take_little_more_than_one(name: str) -> N
     assert stored <= 1.25 * sum(one.nbytes for one in own.values())
 
 
-def test_a_small_distilbert_is_stored_at_the_size_that_was_reckoned() -> None:
+def test_a_small_distilbert_is_stored_at_the_size_that_was_reckoned(tmp_path) -> None:
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     config = DistilBertConfig(
@@ -209,6 +220,8 @@ def test_a_small_distilbert_is_stored_at_the_size_that_was_reckoned() -> None:
     stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
     assert stored <= 1.25 * ensemble.plain_bytes
     assert stored == pytest.approx(sum(expected_bytes(ensemble.split).values()), rel=1e-3)
+    plures.save(ensemble, tmp_path / "text.safetensors")
+    assert (tmp_path / "text.safetensors").stat().st_size <= 1.25 * ensemble.plain_bytes
 
 
 def trained(ensemble: plures.Ensemble) -> plures.Ensemble:
@@ -294,6 +307,17 @@ def test_a_stage_with_shared_weights_of_another_process_is_refused(build, name: 
     with pytest.raises(PluresError, match=f"shared tensor '{name}' of another ensemble"):
         stage.commit()
     assert not any(step.committed for step in ensemble.plan())
+
+
+def test_a_stage_with_random_masks_of_another_process_is_refused() -> None:
+    stage, of_another = (
+        ensemble.open(ensemble.plan()[0])
+        for ensemble in (OrthogonalDropout(mlp(), members=2, optimize_masks=False, seed=seed) for seed in range(2))
+    )
+    for buffer, other in zip(stage.buffers(), of_another.buffers(), strict=True):
+        buffer.copy_(other)  # as DDP does before every step
+    with pytest.raises(PluresError, match=r"the mask of '0.weight' of another ensemble"):
+        stage.commit()
 
 
 @pytest.mark.parametrize(("build", "name"), SHARING)
