@@ -34,7 +34,7 @@ from plures.lab.compare.jobs import Comparison, Job, Variant, unique
 from plures.lab.compare.pool import is_done
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.paper.published import TABLE1, paper_data
-from plures.lab.paper.targets import AS_PUBLISHED, TARGETS
+from plures.lab.paper.targets import AS_PUBLISHED, TARGETS, draw
 from plures.lab.training.progress import duration
 
 HERE = str(Path(__file__).parent)
@@ -103,7 +103,7 @@ WANTED: tuple[Wanted | HeldOut, ...] = (
     Wanted("table1-cub200-cpu", "cub200-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
     Wanted("table3-cifar10-cpu", "cifar10-cpu", ABLATION),
     # Orthogonal dropout takes about two hours on one core. On two, before all others:
-    # plures train cifar10-half-cpu --run runs/cifar10-half-cpu/orthogonal-dropout/seed-0 --data-dir data
+    # plures train cifar10-half-cpu --precision no --run runs/cifar10-half-cpu/orthogonal-dropout/seed-0 --data-dir data
     Wanted("width-cifar10-half-cpu", "cifar10-half-cpu", (SINGLE, SPLIT, DEEP)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (PACKED, AS_PUBLISHED), (0, 1, 2)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (BATCH,), (0, 1, 2)),
@@ -223,6 +223,7 @@ def write(name: str) -> int:
     order = target.variants(recipe) if name.startswith("table") else wanted[0].variants
     rows: list[Row] = []
     documents: list[store.Kept] = []
+    firsts: list[Job] = []
     for variant in dict.fromkeys((*order, *(variant for one in wanted for variant in one.variants))):
         (first,) = Wanted(name, recipe, (variant,)).jobs(Path())
         jobs = Wanted(name, recipe, (variant,), store.seeds_of(first)).jobs(Path())
@@ -235,10 +236,14 @@ def write(name: str) -> int:
         published = paper.get(variant.name) if target.paper else paper.get(paper_name(variant))
         if runs:
             rows.append(Row(variant.name, tuple(runs), store.kept_costs(first), published))
+            firsts.append(first)
     store.refuse_other_data(name, documents)
     if rows:
-        notes = about(name, rows) | {"machines": store.machines(documents)} | target.notes
+        notes = about(name, rows) | {"machines": store.machines(documents)} | measured_on(firsts) | target.notes
         table.write(store.RESULTS, name, rows, target.columns(rows), notes)
+    if rows and name == "table1-cifar10-cpu":  # which has what figure 1 shows, the accuracy of each member
+        drawn = [row for row in rows if row.name not in (SINGLE.name, "mc-dropout", MEAN.name)]
+        draw("figure1", [(Comparison(recipe, store.recipe_of(recipe), ()), drawn)], store.RESULTS / "figure1-cpu", None)
     return len(documents)
 
 
@@ -247,6 +252,12 @@ def paper_name(variant: Variant) -> str:
     if variant == AS_PUBLISHED:
         return variant.method
     return "" if variant.settings or variant.method == AS_PUBLISHED.method else variant.method
+
+
+def measured_on(jobs: Sequence[Job]) -> dict[str, str]:
+    """Say on which machines the costs of methods were measured."""
+    found = "; ".join(dict.fromkeys(filter(None, map(store.machine_of_costs, jobs))))
+    return {"prediction and training epochs measured on": found} if found else {}
 
 
 def about(name: str, rows: Sequence[Row]) -> dict[str, str]:

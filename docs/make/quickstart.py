@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(lines[-1], file=sys.stderr)
     notes = [
         f"accuracy % / NLL / mean confidence; seeds 0 to {asked.seeds - 1}: mean, and standard deviation of the NLL",
-        "measured on 449 digits held out of those to train on; the test digits were not looked at",
+        "measured on 449 digits held out of the training digits; the test digits were not looked at",
         f"command: {shlex.join(['python', sys.argv[0], *sys.argv[1:]])}",
         f"machine: {', '.join(f'{key} {value}' for key, value in machine().items())}",
     ]

@@ -103,6 +103,11 @@ def kept_costs(job: Job) -> Costs | None:
     return Costs(**{one.name: found[one.name] for one in fields(Costs)})
 
 
+def machine_of_costs(job: Job) -> str | None:
+    """Describe the machine that a method's costs were measured on, if they were."""
+    return None if kept_costs(job) is None else str(json.loads(_costs_path(job).read_text())["machine"])
+
+
 def seeds_of(job: Job) -> tuple[int, ...]:
     """List the seeds of a method that something was kept of."""
     found = path_of(job).parent.glob("seed-*.json")

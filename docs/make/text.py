@@ -10,7 +10,6 @@ table goes to docs/results/text.md; `make docs` puts it into docs/results.md.
 import argparse
 import ast
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import plures
 from plures import metrics
+from plures.lab.timing.machine import machine
 
 PACKAGES = ("asyncio", "ctypes", "email", "http", "logging", "multiprocessing", "tkinter", "unittest")
 WORDS, LENGTH, WIDTH = 3000, 40, 64  # of the vocabulary, of a text, of an embedding
@@ -65,7 +65,8 @@ def main(words: Sequence[str] | None = None) -> None:
     notes = [
         f"seeds 0 to {asked.seeds - 1}: mean ± standard deviation, on {len(labels) // 4:,} docstrings held out of "
         f"{len(texts):,}",
-        f"command: {command}; Python {platform.python_version()}, torch {torch.__version__}",
+        f"command: {command}",
+        f"machine: {', '.join(f'{key} {value}' for key, value in machine().items())}",
     ]
     text = "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
     (Path(__file__).parent.parent / "results" / "text.md").write_text(text)
