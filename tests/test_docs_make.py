@@ -20,7 +20,7 @@ import tables
 from plures.lab.compare import worker
 from plures.lab.compare.jobs import Job, Variant
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
-from plures.lab.runs.open import data_for, network_for
+from plures.lab.runs.open import data_for, ensemble_for, network_for
 from plures.lab.timing.costs import Costs
 
 
@@ -199,6 +199,22 @@ def test_the_tables_are_those_of_the_runs_that_were_kept(tmp_path: Path, monkeyp
     for path in (path for name in made for path in (tmp_path / "results").glob(f"{name}.*") if path.suffix != ".svg"):
         assert path.read_text() == (results / path.name).read_text(), path.name
     assert names <= {found[1] for found in tables.PLACE.finditer((results.parent / "results.md").read_text())}
+
+
+CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "tiny-imagenet-20": 20, "cub200-30": 30}
+
+
+def test_runs_that_were_kept_have_the_options_that_their_methods_have_today() -> None:
+    """A default that follows from the network does not show in the words that a run was made with."""
+    every = {(job.recipe_name, job.variant): job for one in evidence.WANTED for job in one.jobs(Path())}
+    for job in every.values():
+        kept = store.read(job, "held_out") or store.read(job, "metrics")
+        if kept is not None and job.recipe.weights is None:
+            recipe, data = job.recipe, job.recipe.data
+            network = network_for(recipe, CLASSES[data], 1 if data == "digits" else 3, 8 if data == "digits" else 32)
+            today = ensemble_for(recipe, job.variant.method, job.variant.settings, network).options()
+            differing = {name for name, value in kept["options"].items() if today[name] != value}
+            assert not differing, store.path_of(job)
 
 
 def test_all_runs_compute_alike_whatever_the_processor_has() -> None:
