@@ -683,7 +683,7 @@ def test_a_stage_that_was_trained_is_not_kept(monkeypatch, large):
 
 @pytest.mark.parametrize(("tiles", "chosen"), [(True, "bf16"), (False, "no")])
 def test_auto_takes_bf16_on_processors_with_tiles_only(monkeypatch, tiles, chosen):
-    """With the bf16 instructions of AVX-512 alone, training is slower than in float32."""
+    """With the bf16 instructions of AVX-512 alone, training was slower than in float32."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     assert resolve("auto", torch.device("cpu")) == chosen

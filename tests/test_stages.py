@@ -57,6 +57,7 @@ def test_the_compiler_survives_all_stages_of_five_members(build) -> None:
         train(torch.compile(stage, backend=backend, fullgraph=True), steps=1)
     assert len(ensemble.trained) == 5
     prunings = [f"member {member} prune" for member in range(4)]
+    assert compiled[0] == "member 0 pretrain"
     assert set(compiled) <= {"member 0 pretrain", *prunings}, "the other nine stages find what was compiled before"
     assert len(compiled) == len(set(compiled))
     torch.compiler.reset()

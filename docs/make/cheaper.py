@@ -66,7 +66,7 @@ SCHEDULES = (
 
 
 def jobs_of(recipe: str, seeds: Sequence[int], runs: Path) -> dict[str, list[Job]]:
-    """List the runs of a recipe, by schedule; one that changes nothing shares them with `plures compare`."""
+    """List the runs of a recipe, by schedule; one that changes nothing shares them with the other tables."""
     usual = store.recipe_of(recipe)
     found: dict[str, list[Job]] = {}
     for schedule in SCHEDULES:

@@ -8,8 +8,8 @@
 `WANTED` lists the runs. The figures of a finished run are kept in docs/results/runs, in the layout of run folders:
 another machine continues where this one stopped. Interrupted runs are resumed. `--tables --data-dir data` also keeps
 the figures of runs that have finished while others continue. Figures of another recipe or of other options do not
-count, and a folder with such a run is refused. The tables go to docs/results; `make docs` puts them into
-docs/results.md.
+count, and a folder with such a run is refused; so is one of `plures compare` without `--precision no`. The tables go to
+docs/results; `make docs` puts them into docs/results.md.
 """
 
 import argparse
@@ -44,6 +44,7 @@ SINGLE, PACKED, SPLIT, DEEP, BATCH = map(
 MEAN = Variant("packed-ensemble", ("reduction=mean",), label="packed-ensemble, mean of the losses")
 METHODS = (*TARGETS["table1"].variants("cifar10-cpu"), MEAN)
 ABLATION = TARGETS["table3"].variants("cifar10-cpu")
+FIGURE1 = "table1-cifar10-cpu"  # the table whose runs figure 1 shows: the accuracy of each member
 KERNELS = next(one for one in ABLATION if one.settings == ("classifier=fixed",) and one.method == "orthogonal-dropout")
 
 
@@ -239,10 +240,11 @@ def write(name: str) -> int:
             firsts.append(first)
     store.refuse_other_data(name, documents)
     if rows:
-        notes = about(name, rows) | {"machines": store.machines(documents)} | measured_on(firsts) | target.notes
+        notes = about(name, rows) | {"machines": store.machines(documents)} | measured_on(rows, firsts) | target.notes
         table.write(store.RESULTS, name, rows, target.columns(rows), notes)
-    if rows and name == "table1-cifar10-cpu":  # which has what figure 1 shows, the accuracy of each member
-        drawn = [row for row in rows if row.name not in (SINGLE.name, "mc-dropout", MEAN.name)]
+    if rows and name == FIGURE1:
+        shown = {one.name for one in TARGETS["figure1"].variants(recipe)}
+        drawn = [row for row in rows if row.name in shown]
         draw("figure1", [(Comparison(recipe, store.recipe_of(recipe), ()), drawn)], store.RESULTS / "figure1-cpu", None)
     return len(documents)
 
@@ -254,10 +256,13 @@ def paper_name(variant: Variant) -> str:
     return "" if variant.settings or variant.method == AS_PUBLISHED.method else variant.method
 
 
-def measured_on(jobs: Sequence[Job]) -> dict[str, str]:
-    """Say on which machines the costs of methods were measured."""
-    found = "; ".join(dict.fromkeys(filter(None, map(store.machine_of_costs, jobs))))
-    return {"prediction and training epochs measured on": found} if found else {}
+def measured_on(rows: Sequence[Row], jobs: Sequence[Job]) -> dict[str, str]:
+    """Say on which machines the costs of which rows were measured."""
+    found: dict[str, list[str]] = {}
+    for row, job in zip(rows, jobs, strict=True):
+        if about_costs := store.costs_document(job):
+            found.setdefault(about_costs["machine"], []).append(row.name)
+    return {"costs measured on": "; ".join(f"{where} ({', '.join(names)})" for where, names in found.items())}
 
 
 def about(name: str, rows: Sequence[Row]) -> dict[str, str]:

@@ -93,19 +93,17 @@ def keep_costs(job: Job, data_dir: Path | None) -> None:
 
 def kept_costs(job: Job) -> Costs | None:
     """Read what was measured of a method's costs; None if that was not done, or with another recipe or options."""
+    found = costs_document(job)
+    return None if found is None else Costs(**{one.name: found[one.name] for one in fields(Costs)})
+
+
+def costs_document(job: Job) -> Kept | None:
+    """Read a method's costs with the machine that they were measured on; None as `kept_costs` has it."""
     if not _costs_path(job).is_file():
         return None
     found = json.loads(_costs_path(job).read_text())
-    if differences({"recipe": found["recipe"]}, {"recipe": _seedless(_recipe(job))}) or found["options"] != _options(
-        job
-    ):
-        return None
-    return Costs(**{one.name: found[one.name] for one in fields(Costs)})
-
-
-def machine_of_costs(job: Job) -> str | None:
-    """Describe the machine that a method's costs were measured on, if they were."""
-    return None if kept_costs(job) is None else str(json.loads(_costs_path(job).read_text())["machine"])
+    changed = differences({"recipe": found["recipe"]}, {"recipe": _seedless(_recipe(job))})
+    return None if changed or found["options"] != _options(job) else found
 
 
 def seeds_of(job: Job) -> tuple[int, ...]:

@@ -267,7 +267,7 @@ CIFAR10_CPU = Recipe(
     schedule="cosine",  # two drops need more epochs than 30 to pay off
     crop=2,  # an eighth of the side, as 4 of 32
     flip=True,
-    precision="auto",  # bf16 is faster on processors with tiles for it (AMX), and slower than float32 on others
+    precision="auto",  # bf16 where the processor has tiles for it (AMX): without them it is slower than float32
 )
 CIFAR10_WRN_CPU = replace(
     CIFAR10_CPU,

@@ -13,7 +13,7 @@ from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_other_shared
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import check_members
-from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors
+from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared
 from plures.seeding import check_seed
 from plures.tensors import moments, own_tensors, restart, tensors
 
@@ -29,7 +29,8 @@ class DeepEnsemble(Ensemble):
             train(stage)
         network = ensemble.checkout(2)
 
-    `classifier="fixed"` freezes the classifier of the network (the tensors with the role "shared") for all members.
+    `classifier="fixed"` freezes the classifier of the network for all members, or, if `roles` are given and name some,
+    all tensors with the role "shared".
     `init="given"` starts every member from the network's weights, so that only the training makes them differ.
 
     Members are independent, so any open step can be trained at any time, also in another process that builds the same
@@ -176,7 +177,7 @@ def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None
     frozen = {name for name, t in names.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     if classifier == "private":
         return frozen
-    shared = set(classifier_tensors(network, given))
+    shared = set(names_of_shared(given)) - frozen or set(classifier_tensors(network))
     if not shared - frozen:
         raise PluresError(
             f"{type(network).__name__} has no Linear layer that could be the classifier: name the layer that gives the "

@@ -42,7 +42,7 @@ def ratios(quick: bool = False) -> Iterator[Ratio | LeftOut]:
     if precision == "bf16":
         for batch in (1, 32, 128):
             yield from speed.prediction_ratios(RESNET18, batch, "bf16", rounds=2)
-    yield from speed.bf16_ratios(RESNET18, 8, rounds=3)
+    yield from speed.bf16_ratios(RESNET18, 8, rounds=3)  # few images: without bf16 instructions they take very long
 
 
 def all_large_ratios() -> Iterator[Ratio | LeftOut]:

@@ -58,8 +58,8 @@ def owned_ratio(
 ) -> Iterator[Ratio]:
     """Compare all members in the owned engine with one plain network, plain or channels last, whichever is faster.
 
-    Where the processor multiplies in bf16, and plain networks are faster for it, a second ratio is to the plain network
-    in bf16; the engine itself multiplies float32. `bf16` says so in the processor's place.
+    Where `precision="auto"` is bf16, a second ratio is to the plain network in bf16; the engine itself multiplies
+    float32. `bf16` says so in the processor's place.
     """
     ensemble = harness.finished(subject.make(), members, granularity)
     plain = ensemble.checkout(0)

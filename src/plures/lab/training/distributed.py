@@ -174,8 +174,8 @@ def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:
 def resolve(precision: str, device: torch.device) -> Literal["no", "bf16", "fp16"]:
     """Turn "auto" into bf16 where the device is made to multiply in it, and into full precision elsewhere.
 
-    Of processors these are the ones with tiles (AMX). Others compute in bf16, too, but more slowly than in float32:
-    many times without bf16 instructions, and somewhat with those of AVX-512.
+    A processor is if it has tiles (AMX). Others compute in bf16, too, but more slowly than in float32: many times
+    without bf16 instructions, and by a quarter with those of AVX-512, on the one that was measured.
     """
     if precision != "auto":
         return precision  # type: ignore[return-value]

@@ -129,11 +129,15 @@ def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = Non
     last = _last_linear(network)
     own = set() if last is None else {id(parameter) for parameter in network.get_submodule(last).parameters()}
     of_last = [name for name, tensor in names.items() if id(tensor) in own]
-    modules = [module for module in network.modules() if isinstance(module, CLASSIFIERS)]
-    able = {id(parameter) for module in modules for parameter in module.parameters()}
-    roles_of = {} if given is None else given
-    shared = [name for name, tensor in names.items() if roles_of.get(name) == Role.SHARED and id(tensor) in able]
+    embeddings = [module for module in network.modules() if isinstance(module, EMBEDDINGS)]
+    embed = {id(parameter) for module in embeddings for parameter in module.parameters()} - own
+    shared = [name for name in names_of_shared(given) if name in names and id(names[name]) not in embed]
     return shared if shared and not set(shared) & set(of_last) else of_last
+
+
+def names_of_shared(given: Mapping[str, str] | None) -> list[str]:
+    """Name the tensors that given roles make shared."""
+    return [name for name, role in (given or {}).items() if role == Role.SHARED]
 
 
 def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
@@ -162,7 +166,6 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-CLASSIFIERS = (nn.Linear, _ConvNd)
 
 
 def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
@@ -187,7 +190,7 @@ def _last_linear(network: nn.Module) -> str | None:
 def _named_classifier(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
         raise PluresError(f"classifier={name!r} is not a module of the network{nearest(name, modules)}")
-    if not isinstance(modules[name], CLASSIFIERS):
+    if not isinstance(modules[name], nn.Linear | _ConvNd):
         kind = type(modules[name]).__name__
         raise PluresError(f"classifier={name!r} is a {kind}; name the Linear or convolution that gives the logits")
     return name
