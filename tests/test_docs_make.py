@@ -65,15 +65,17 @@ def test_the_fixed_classifier_with_a_scale_shares_its_directions_and_no_more() -
     assert all(one != other for one, other in pairwise(sorted(folders)))
 
 
-@pytest.mark.parametrize("recipe", ["digits", "digits-resnet", "cifar10-cpu", "cifar100-cpu"])
-def test_the_private_classifier_is_the_default_of_the_networks_that_are_compared(recipe: str) -> None:
-    """Its row has the runs of the default."""
-    (job, *_) = classifiers.jobs_of(recipe, [0], Path("runs"))["private"]
+FORMS = [("digits", "private"), ("digits-resnet", "private"), ("cifar10-cpu", "private"), ("cifar100-cpu", "split")]
+
+
+@pytest.mark.parametrize(("recipe", "form"), FORMS)
+def test_the_form_of_the_classifier_that_is_the_default_has_its_runs(recipe: str, form: str) -> None:
+    (job, *_) = classifiers.jobs_of(recipe, [0], Path("runs"))[form]
     assert job.run == Path("runs") / recipe / "orthogonal-dropout/seed-0"
     classes, channels, size = (100 if "100" in recipe else 10), (1 if "digits" in recipe else 3), 8
     roles = plures.roles(network_for(job.recipe, classes, channels, size))
     last = [name for name in roles if name.endswith(".weight")][-1]
-    assert str(roles[last]) == "private"
+    assert str(roles[last]) == form
 
 
 def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -18,9 +18,10 @@ FORMS = {
     "fixed, as in the paper": Variant(SPLIT, ("classifier=fixed",)),
     SCALED: Variant(SPLIT),  # of the networks in scaled.py
     "split": Variant(SPLIT, ("classifier=split",)),
-    "private": Variant(SPLIT),  # the default for these networks
+    "private": Variant(SPLIT, ("classifier=private",)),
     "deep ensemble": Variant("deep-ensemble"),
 }
+LARGE = ("cifar100-cpu",)  # recipes whose classifier is split by default; the others have a private one
 COLUMNS = ["classifier", "accuracy %", "NLL", "ECE", "member accuracy %", "agreement", "file"]
 
 
@@ -28,8 +29,9 @@ def jobs_of(recipe: str, seeds: Sequence[int], runs: Path) -> dict[str, list[Job
     """List the runs of a recipe, by what becomes of the classifier."""
     plain = store.recipe_of(recipe)
     with_scale = replace(plain, model=f"scaled:{plain.model}")
+    usual = "split" if recipe in LARGE else "private"
     found = {}
-    for name, form in FORMS.items():
+    for name, form in (FORMS | {usual: Variant(SPLIT)}).items():  # the default has the runs of the other tables
         chosen = (f"{recipe}-scaled", with_scale) if name == SCALED else (recipe, plain)
         found[name] = Comparison(*chosen, (form,), tuple(seeds)).jobs(runs)
     return found
