@@ -13,6 +13,7 @@ from torch import nn
 
 import plures
 from plures import PluresError
+from plures.lab.cli.main import main
 from plures.lab.compare.progress import _last
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
@@ -66,6 +67,18 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """List where a value stands; of a list the first alone."""
     keys = list(value) if isinstance(value, dict) else [0] if isinstance(value, list) and value else []
     return [one for key in keys for one in ((*path, key), *places(value[key], (*path, key)))]
+
+
+def test_a_regression_run_of_the_last_version_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["data"] |= {"channels": 10, "size": 1, "target_mean": 152.1, "target_std": 77.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    for words in (["evaluate"], ["predict", "wren.png"], ["report", "--out", str(folder / "report.html")]):
+        assert main([words[0], str(folder), *words[1:]]) == 2
+        said = capsys.readouterr().err
+        assert "is a regression run" in said
+        assert "plures.sklearn" in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.json"])

@@ -290,21 +290,6 @@ RECIPES: dict[str, Recipe] = {
         model="wide_resnet10_2",
         width=8,
     ),
-    # Numbers instead of classes.
-    "diabetes": Recipe(
-        about="442 patients of scikit-learn, ten columns, one number to predict: regression in seconds",
-        data="diabetes",
-        validation=0.2,  # 71 patients to calibrate on: 19 are the fewest for intervals of 95 %
-        model="mlp",
-        width=64,
-        epochs=Epochs(pretrain=10, prune=1, finetune=10, train=10),  # so few patients are soon learned by heart
-        batch_size=32,
-        optimizer="adamw",  # means and variances differ in the scale of their gradients
-        learning_rate=0.01,
-        weight_decay=1e-2,
-        schedule="cosine",
-        clip=1.0,  # a variance that is far too small makes steep gradients
-    ),
     "cifar10": CIFAR10,
     "cifar100": replace(CIFAR10, about="CIFAR100, ResNet18, the paper's settings: for a GPU", data="cifar100"),
     "cub200": replace(

@@ -22,7 +22,6 @@ from plures.answers import Prediction
 from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.data import TableInfo
 from plures.lab.evaluation.evaluate import predictions
 from plures.lab.method_names import is_code
 from plures.lab.runs.folder import RunFolder
@@ -103,8 +102,6 @@ def _run_into(
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
     metrics = RunFolder(run).metrics() if (run / METRICS).is_file() else None
-    if isinstance(opened.info, TableInfo):  # numbers have no confidence to draw
-        return card(opened.ensemble, target, metrics, opened), None
     try:
         test = opened.data(None if data_dir is None else Path(data_dir)).test
         members, targets = predictions(opened.ensemble, test)
@@ -176,7 +173,6 @@ NUMBER_ROWS = {
     "calibrated_nll": "negative log-likelihood with the scale fitted on held-out rows",
     "interval_coverage": "share of true values in the 90 % intervals",
     "interval_width": "width of these intervals",
-    "target_std": "standard deviation of the target, the unit of all errors and widths above",
 }
 
 
@@ -232,8 +228,6 @@ def _data(run: Run | None) -> list[str]:
         return []
     info = run.info
     shape = f"{len(info.classes)} classes, {info.size} x {info.size} pixels, {_count(info.channels, 'channel')}"
-    if isinstance(info, TableInfo):
-        shape = f"a table of {_count(info.channels, 'column')}"
     return [f"Trained on {info.name}: {shape}, recipe seed {run.recipe.seed}."]
 
 
@@ -242,8 +236,8 @@ def _results(metrics: Mapping[str, Any] | None, run: Run | None) -> list[str]:
     rows = [(words, metrics[name]) for name, words in names.items() if metrics and metrics.get(name) is not None]
     if not rows:
         return ["Nothing was measured."]
-    samples, kind = (metrics or {}).get("images"), "images" if names is ROWS else "rows"
-    where = f"On {samples} test {kind} of {run.info.name}:" if run is not None and samples else "On held-out data:"
+    samples = (metrics or {}).get("images")
+    where = f"On {samples} test images of {run.info.name}:" if run is not None and samples else "On held-out data:"
     return [
         where,
         "\n".join(["| metric | value |", "|---|---|", *(f"| {words} | {value:.4f} |" for words, value in rows)]),
@@ -278,9 +272,6 @@ def _preparing(run: Run) -> list[str]:
     """Say what the inputs are, and who makes them of picture files."""
     info = run.info
     scaled = f"minus {_list(info.mean)}, divided by {_list(info.std)}"
-    if isinstance(info, TableInfo):
-        answer = f"answers are in standard deviations of the target, {info.target_std:.6g}, from {info.target_mean:.6g}"
-        return [f"`inputs` are float32 [batch, {info.channels}, 1, 1], the columns {scaled}; {answer}."]
     shape = f"[batch, {info.channels}, {info.size}, {info.size}]"
     return [
         f"`inputs` are float32 {shape}: pixels / 255, {scaled} (per channel).",

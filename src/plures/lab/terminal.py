@@ -92,8 +92,6 @@ def roughly(seconds: float | None) -> str:
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:
     """Show the metrics of one ensemble, one per line."""
-    if "rmse" in found:
-        return _number_table(title, found)
     rows = [
         ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
@@ -107,20 +105,6 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
     ]
     if found.get("engine"):
         rows.append(["engine", found["engine"], "the engine that predicted"])
-    return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
-
-
-def _number_table(title: str, found: Mapping[str, Any]) -> Table:
-    unit = f"of {found['images']:,} test rows, in standard deviations of the target ({found['target_std']:.4g})"
-    covered = f"of the true values; {figure(found['interval_width'])} wide"
-    rows = [
-        ["RMSE", figure(found["rmse"]), unit],
-        ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
-        ["CRPS", figure(found["crps"]), "distance between the predicted distribution and the truth"],
-        ["calibrated NLL", figure(found["calibrated_nll"]), "with the scale fitted on validation rows"],
-        ["90 % interval coverage", percent(found["interval_coverage"]), covered],
-        ["member NLL", figure(found["mean_member_nll"]), f"mean of {found['members']} members"],
-    ]
     return table(title, ["", "value", "meaning"], rows, words=["", "meaning"])
 
 

@@ -50,8 +50,6 @@ class Evaluate:
         from plures.lab.runs.open import open_run
 
         run = open_run(self.run, trust_code=self.trust_code)
-        if self.shift or self.ood:
-            run.need_pictures("--shift and --ood")
         data = run.data(self.data_dir)
         unfamiliar = open_data(self.ood, data_dir=self.data_dir, like=data.info) if self.ood else None
         found: dict[str, Any] = {"run": str(self.run), "test": evaluate(run.ensemble, data)}

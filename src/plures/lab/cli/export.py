@@ -53,7 +53,6 @@ class Export:
 
         check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
-        run.need_pictures("plures export")
         found: dict[str, Any] = export_run(run, self.file, self.format, int8=self.int8, data_dir=self.data_dir)
         if self.json:
             print_json(found)

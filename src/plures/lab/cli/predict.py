@@ -62,7 +62,6 @@ class Predict:
         if not self.images:
             raise PluresError("there are no images to predict: give files or folders after the run")
         run = open_run(self.run, trust_code=self.trust_code)
-        run.need_pictures("plures predict")
         predictor = fastest(run.ensemble)
         engine, wanted = engine_of(predictor), Wanted(self.abstain_below, self.coverage, self.risk)
         results = list(predict_files(run, self.images, wanted, predictor))

@@ -63,6 +63,5 @@ class Serve:
         from plures.lab.runs.open import open_run
 
         run = open_run(self.run, trust_code=self.trust_code)
-        run.need_pictures("plures serve")
         serve(run, self.host, self.port, limits)
         return 0

@@ -83,8 +83,7 @@ class Watch(AbstractContextManager["Watch"]):
             return f"failed: {reason}"
         found = RunFolder(job.run).metrics()
         took = duration(found["seconds"])
-        first = f"RMSE {found['rmse']:.3f}" if "rmse" in found else f"accuracy {found['accuracy']:.1%}"
-        return f"{first}, NLL {found['nll']:.3f}, trained in {took}"
+        return f"accuracy {found['accuracy']:.1%}, NLL {found['nll']:.3f}, trained in {took}"
 
     def _position(self, job: Job) -> str:
         last = _last(job)

@@ -41,11 +41,6 @@ FILED = (
     "shift_ece",
     "ood_auroc",
     "ood_fpr95",
-    "rmse",
-    "crps",
-    "interval_coverage",
-    "interval_width",
-    "mean_member_nll",
 )
 
 PAPER_TITLE = "paper: accuracy % / NLL / ECE"
@@ -87,10 +82,6 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _measured("NLL", "nll", "low"),
         _measured("ECE", "ece", "low", digits=4),
         paper_column(PAPER_TITLE, "accuracy", "nll", "ece"),
-        _measured("RMSE", "rmse", "low"),
-        _measured("CRPS", "crps", "low"),
-        _measured("coverage of 90 % intervals", "interval_coverage", None, digits=1, scale=100),
-        _measured("member NLL", "mean_member_nll", None),
         _cost("size", "size", "{:.2f} x"),
         _cost("prediction", "prediction", "{:.1f} x"),
         _cost("training epochs", "epochs", "{:.0f}"),

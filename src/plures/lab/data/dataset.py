@@ -15,7 +15,6 @@ from plures.checks import whole_number
 from plures.errors import PluresError
 from plures.files import digest
 from plures.lab.data.cache import CachedSplit, Survey, cache_folder, open_cache, survey
-from plures.lab.data.numbers import TABLES, open_table
 from plures.lab.data.sources import expanded, find_source
 from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, Rows, Split, balanced, stratified
 
@@ -105,8 +104,6 @@ def open_data(
         whole_number("limit", limit)
     if not math.isfinite(validation) or validation < 0 or (validation >= 1 and validation != int(validation)):
         raise PluresError(f"validation={validation}; use a fraction below 1 or a whole number of images, 0 or more")
-    if name in TABLES:
-        return _table(name, limit, validation, seed, pictures=size is not None or like is not None)
     cache = cache_folder(cache_dir)
     folder = data_dir or os.environ.get("PLURES_DATA")
     source = find_source(name, expanded(folder) if folder else None)
@@ -133,13 +130,6 @@ def open_data(
         test=_split("test", info, test, test_rows),
         fingerprint=_fingerprint(f"{seen.content} {size} {cache_size} {channels}", train_rows, rows),
     )
-
-
-def _table(name: str, limit: int | None, validation: float, seed: int, *, pictures: bool) -> Data:
-    if pictures:
-        raise PluresError(f"{name} is a table of numbers and has no images: leave out the size, or choose other data")
-    splits, fingerprint = open_table(name, limit, validation, seed)
-    return Data(info=splits["test"].info, fingerprint=fingerprint, **splits)
 
 
 def _sizes(

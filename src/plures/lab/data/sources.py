@@ -20,7 +20,6 @@ import numpy as np
 from plures.checks import nearest
 from plures.errors import PluresError
 from plures.lab.data import arrow, pictures
-from plures.lab.data.numbers import TABLES
 from plures.lab.data.pictures import Contents, Picture
 from plures.lab.data.split import stratified
 
@@ -64,7 +63,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
     A built-in name is never taken for a path in the working directory (a run folder may be called digits): write
     `./cifar10` for that.
     """
-    built_in = ["digits", *TABLES, *HUB_IDS]
+    built_in = ["digits", *HUB_IDS]
     accepted = f"use one of {', '.join(built_in)}, a folder, a .parquet file or a hub id owner/name"
     if not name:
         raise PluresError(f"no data is given: {accepted}")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,6 @@ class DataInfo:
     resize: bool  # whether pictures of other sizes are brought to `size`
     mean: Sequence[float]
     std: Sequence[float]
-    most_channels: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         # JSON gives lists back; tuples make equal values equal again.
@@ -48,7 +46,7 @@ class DataInfo:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         whole_number("size", self.size, most=MOST_PIXELS_PER_SIDE)
         whole_number("cache_size", self.cache_size, least=self.size, most=MOST_PIXELS_PER_SIDE)
-        whole_number("channels", self.channels, most=self.most_channels)
+        whole_number("channels", self.channels, most=3)
         for field in ("mean", "std"):
             values = getattr(self, field)
             if len(values) not in (0, self.channels) or not all(map(_is_number, values)):
@@ -94,21 +92,21 @@ class Split:
 
     name: str
     info: DataInfo
-    pixels: npt.NDArray[Any]  # uint8 [pictures, height, width, channels]; float32 of a table
+    pixels: npt.NDArray[np.uint8]  # [pictures, height, width, channels]
     rows: npt.NDArray[np.int64]
-    labels: npt.NDArray[Any]  # int64, one per row of the split; float32 [rows, targets] of a table
+    labels: npt.NDArray[np.int64]  # one per row of the split
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def images(self) -> npt.NDArray[Any]:
+    def images(self) -> npt.NDArray[np.uint8]:
         """The pictures, [N, height, width, channels]: the memory map itself, or a copy where only some are taken."""
         if np.array_equal(self.rows, np.arange(len(self.pixels))):
             return self.pixels
         return self.pixels[self.rows]
 
-    def seen(self, chosen: slice | Rows) -> npt.NDArray[Any]:
+    def seen(self, chosen: slice | Rows) -> npt.NDArray[np.uint8]:
         """Give what the network sees of some pictures, [N, size, size, channels]: the middle of what is cached."""
         margin = (self.info.cache_size - self.info.size) // 2
         middle = slice(margin, margin + self.info.size)

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 from plures import metrics
-from plures.answers import Regression
-from plures.calibration import ClassCalibration, NumberCalibration
+from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.guarantees import held_out_for_coverage
-from plures.lab.data import Data, Split, TableInfo
+from plures.lab.data import Data, Split
 from plures.lab.evaluation.corruptions import CORRUPTIONS, SEVERITIES
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.prediction import Predictor
 
 BATCH = 256  # images in the network at once
 BLOCK = 1 << 28  # bytes of images that every member sees before the next one is made ready
-COVERAGE = 0.9  # of intervals
 SHIFT_IMAGES = 1000  # test images that are spoiled in every way: 55 passes over all of them would take hours
 OTHER_IMAGES = 10_000  # images of other data: more would not change the second digit of an AUROC
 ENGINE_MEMORY = 1 << 30  # bytes of weights that an engine may unfold
@@ -32,13 +29,11 @@ Tell = Callable[[str], None]
 
 
 def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
-    """Measure on the test images, with the temperature fitted on the validation images; on a table, its test rows.
+    """Measure on the test images, with the temperature fitted on the validation images.
 
     The values are JSON: what cannot be computed (the agreement of one member, a temperature without validation
     images) is None.
     """
-    if isinstance(data.info, TableInfo):
-        return _evaluate_numbers(ensemble, data)
     predictor = fastest(ensemble)
     members, targets = predictions(ensemble, data.test, predictor=predictor)
     result = scores(members, targets) | {"engine": engine_of(predictor)}
@@ -52,50 +47,8 @@ def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
     return result | dict(zip(names, found, strict=True))
 
 
-def _evaluate_numbers(ensemble: Ensemble, data: Data) -> dict[str, Any]:
-    """Measure numbers in standard deviations of the target; calibrated is with what the validation rows teach."""
-    answer, targets = _regressions(ensemble, data.test)
-    assert isinstance(data.info, TableInfo)
-    assert answer.variances is not None  # the loss of a table is GaussianNLL
-    own = zip(answer.members, answer.variances.sqrt(), strict=True)
-    each = [metrics.gaussian_nll(mean, std, targets) for mean, std in own]
-    found: dict[str, Any] = {
-        "images": len(targets),
-        "members": len(answer.members),
-        "rmse": metrics.rmse(answer.mean, targets),
-        "nll": metrics.gaussian_nll(answer.mean, answer.std, targets),
-        "crps": metrics.gaussian_crps(answer.mean, answer.std, targets),
-        "mean_member_nll": sum(each) / len(each),
-        "target_std": data.info.target_std,
-    } | dict.fromkeys(("calibrated_nll", "interval_coverage", "interval_width"))
-    if len(data.validation):
-        learned = _number_calibration(ensemble, data)
-        std = answer.std * learned.scale.to(answer.std)
-        found["calibrated_nll"] = metrics.gaussian_nll(answer.mean, std, targets)
-        if len(data.validation) >= held_out_for_coverage(COVERAGE):
-            half = learned.half_width(answer.std, COVERAGE, normalised=True)
-            lower, upper = answer.mean - half, answer.mean + half
-            found["interval_coverage"] = metrics.interval_coverage(lower, upper, targets)
-            found["interval_width"] = metrics.interval_width(lower, upper)
-    return found
-
-
-def _number_calibration(ensemble: Ensemble, data: Data) -> NumberCalibration:
-    answer, targets = _regressions(ensemble, data.validation)
-    return NumberCalibration.fit(answer.mean, answer.std, targets, len(answer.members))
-
-
-def _regressions(ensemble: Ensemble, split: Split) -> tuple[Regression, Tensor]:
-    inputs = torch.cat(list(_inputs(split, None))).to(device_of(ensemble))
-    answer = fastest(ensemble).regress(inputs, batch_size=BATCH, calibrated=False)
-    return answer, torch.from_numpy(split.labels).to(answer.mean)
-
-
 def calibrate(ensemble: Ensemble, data: Data) -> bool:
     """Calibrate an ensemble on the validation images; tell whether there are enough of them to learn from."""
-    if isinstance(data.info, TableInfo):
-        ensemble.calibration = _number_calibration(ensemble, data) if len(data.validation) else None
-        return ensemble.calibration is not None
     if len(data.validation) == 0 or len(set(data.validation.labels.tolist())) < 2:
         return False
     ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation))

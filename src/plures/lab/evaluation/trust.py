@@ -85,7 +85,6 @@ def measured_trust(
     if not (home_missing or shift_missing or ood_missing):
         return found
     run = open_run(folder)
-    run.need_pictures("--shift and --ood")
     data = run.data(data_dir)
     # Other data that are missing are told before the first long measurement, not after it.
     other = open_data(ood, data_dir=data_dir, like=data.info).test if ood is not None and ood_missing else None

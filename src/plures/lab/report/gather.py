@@ -88,7 +88,6 @@ class Detail:
 def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
     """Let the first run of a row answer the test images again, and keep what the page needs."""
     run = open_run(row.runs[0].path, trust_code=trust_code)
-    run.need_pictures("plures report")
     test = run.data(data_dir).test
     predictor = fastest(run.ensemble)
     members, targets = predictions(run.ensemble, test, predictor=predictor)

@@ -46,17 +46,13 @@ CONFIG: dict[str, Any] = {
     "made": Maybe(MADE),
     "environment": Maybe(dict),
 }
-METRICS: dict[str, Any] = {"images": int, "members": int, "nll": float, "bytes": int, "seconds": Maybe(float)}
-FITTED = {"temperature": Maybe(float), "calibrated_nll": Maybe(float), "calibrated_ece": Maybe(float)}
-OF_CLASSES: dict[str, Any] = {
-    **METRICS,
-    **dict.fromkeys(("accuracy", "brier", "ece", "aurc"), float),
+METRICS: dict[str, Any] = {
+    **dict.fromkeys(("images", "members", "bytes"), int),
+    **dict.fromkeys(("accuracy", "nll", "brier", "ece", "aurc"), float),
     "member_accuracies": [float],
     "mean_member_accuracy": float,
-    "agreement": Maybe(float),
-    **FITTED,
+    **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), Maybe(float)),
 }
-OF_NUMBERS: dict[str, Any] = {**METRICS, **dict.fromkeys(("rmse", "crps", "mean_member_nll"), float), **FITTED}
 log = logging.getLogger("plures")
 
 
@@ -91,13 +87,17 @@ class RunFolder:
         """Read what the run was made from."""
         if not is_file(self._config):
             raise PluresError(f"{self.path} is not a run folder: it has no config.json")
-        return read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
+        found = read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
+        if "target_std" in found["data"]:
+            raise PluresError(
+                f"{self.path} is a regression run of an earlier version, and the lab has only classifiers: load its "
+                "ensemble with plures.load, or train again with plures.sklearn or the library"
+            )
+        return found
 
     def metrics(self) -> dict[str, Any]:
         """Read what was measured of the finished run."""
-        advice = "remove it, and `plures train` makes it again"
-        found = read_object(self.measured, METRICS, advice)
-        return read_object(self.measured, OF_NUMBERS if "rmse" in found else OF_CLASSES, advice)
+        return read_object(self.measured, METRICS, "remove it, and `plures train` makes it again")
 
     def records(self) -> list[dict[str, Any]]:
         """Read the log: one record per epoch. Damaged lines are reported, and left out."""

@@ -23,15 +23,13 @@ from torch import nn
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.files import is_file
-from plures.lab.data import Data, DataInfo, TableInfo, open_data
-from plures.lab.data.numbers import TABLES
+from plures.lab.data import Data, DataInfo, open_data
 from plures.lab.data.sources import expanded
 from plures.lab.method_names import is_code, method_class, method_options, takes
 from plures.lab.models import build
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, made_of, train_command
 from plures.lab.runs.folder import RunFolder
-from plures.losses import GaussianNLL
 from plures.methods.deterministic import Deterministic
 from plures.storage import check_size, load
 
@@ -97,14 +95,12 @@ def ensemble_for(
         ensemble = ensemble_for(recipe, "orthogonal-dropout", ["granularity=kernel"], network)
 
     A run that was begun with the same words keeps its options: another version may have other defaults. Members start
-    from the recipe's `weights`, if it has them, and learn numbers where its data are a table.
+    from the recipe's `weights`, if it has them.
     """
     chosen = method_class(method)
     given = {name: value for name in ("members", "seed") if takes(chosen, name) for value in [getattr(recipe, name)]}
     if recipe.weights is not None and takes(chosen, "init"):
         given["init"] = "given"
-    if recipe.data in TABLES:
-        given["loss"] = GaussianNLL()
     given |= method_options(chosen, settings)
     if begun is not None and begun.begun:
         config = begun.config()
@@ -147,14 +143,6 @@ class Described:
                 sketch = network_for(self.recipe, *shape)
             check_size(RunFolder(self.path).ensemble, sketch)
         return network_for(self.recipe, *shape)
-
-    def need_pictures(self, command: str) -> None:
-        """Refuse a run of a table where pictures are needed."""
-        if isinstance(self.info, TableInfo):
-            raise PluresError(
-                f"{self.path} predicts numbers from a table, but {command} is for images: load the ensemble with "
-                "plures.load and call regress"
-            )
 
 
 @dataclass(frozen=True)
@@ -199,8 +187,7 @@ def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo
     try:
         recipe = Recipe.from_json(config["recipe"])
         prepared = {name: value for name, value in config["data"].items() if name != "fingerprint"}
-        info = (TableInfo if "target_std" in prepared else DataInfo)(**prepared)
-        return recipe, info, made_of(config)
+        return recipe, DataInfo(**prepared), made_of(config)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PluresError(f"{folder}/config.json is incomplete: {type(error).__name__}: {error}") from error
 

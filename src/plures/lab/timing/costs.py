@@ -13,7 +13,7 @@ from torch import nn
 from plures import files
 from plures.ensemble import Ensemble, Step
 from plures.errors import PluresError
-from plures.lab.data import DataInfo, TableInfo
+from plures.lab.data import DataInfo
 from plures.lab.evaluation.evaluate import fastest
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.recipes import Recipe
@@ -24,7 +24,6 @@ from plures.lab.timing import harness
 from plures.lab.timing.harness import Action, Clock
 from plures.lab.training.distributed import resolve
 from plures.lab.training.loop import lay_out
-from plures.losses import GaussianNLL
 from plures.methods.deterministic import Deterministic
 from plures.storage import save
 
@@ -63,9 +62,8 @@ def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
 def _measure(run: Described) -> Costs:
     """Measure an ensemble of the same network, method and options: what it costs does not depend on its weights."""
     method: Any = method_class(run.method)
-    loss = {"loss": GaussianNLL()} if isinstance(run.info, TableInfo) else {}
     network = run.network()
-    return costs_of(method(network, **RunFolder(run.path).config()["options"] | loss), network, run.recipe, run.info)
+    return costs_of(method(network, **RunFolder(run.path).config()["options"]), network, run.recipe, run.info)
 
 
 def costs_of(ensemble: Ensemble, network: nn.Module, recipe: Recipe, info: DataInfo) -> Costs:
@@ -75,15 +73,14 @@ def costs_of(ensemble: Ensemble, network: nn.Module, recipe: Recipe, info: DataI
     """
     if isinstance(ensemble, Deterministic):  # the yardstick itself
         return Costs(size=1.0, prediction=1.0, epochs=float(recipe.epochs.train))
-    numbers = isinstance(info, TableInfo)
     ensemble = ensemble.to(device_for())
-    single = Deterministic(network, loss=ensemble.loss if numbers else None).to(device_for())
+    single = Deterministic(network).to(device_for())
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     with harness.one_thread() as clock:
         epochs = _epochs(ensemble, single, recipe, info, clock)  # first: it goes through the stages
         rivals = fastest(ensemble), single
-        asked, plain = (harness.prediction(one.regress if numbers else one.predict, inputs) for one in rivals)
+        asked, plain = (harness.prediction(one.predict, inputs) for one in rivals)
         return Costs(_file_size(ensemble) / _file_size(single), relative(asked, plain, clock), epochs)
 
 
@@ -104,8 +101,6 @@ def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo
     precision = resolve(recipe.precision, device_for())
     inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
     targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
-    if isinstance(info, TableInfo):
-        targets = torch.zeros(recipe.batch_size, 1, device=inputs.device)
     plain = harness.training_step(single.open(single.plan()[0]), inputs, targets, precision)
     ratios: dict[str, float] = {}
     names: dict[Step, str] = {}  # stages of one phase take equally long, unless they leave out what a member lacks

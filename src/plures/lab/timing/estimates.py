@@ -40,7 +40,6 @@ class Shape:
 
 # The data of the recipes; sizes are those of the data where the recipe gives none.
 SHAPES = {
-    "diabetes": Shape(images=354, size=1, channels=10, classes=2),
     "digits": Shape(images=1_347, size=8, channels=1, classes=10),
     "cifar10": Shape(images=50_000, size=32, channels=3, classes=10),
     "cifar100": Shape(images=50_000, size=32, channels=3, classes=100),

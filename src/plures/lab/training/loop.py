@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from plures.ensemble import Ensemble, Stage, Step
 from plures.errors import PluresError
-from plures.lab.data import Augment, Data, TableInfo, batches, steps
+from plures.lab.data import Augment, Data, batches, steps
 from plures.lab.recipes import Recipe
 from plures.lab.training.checkpoint import prime
 from plures.lab.training.distributed import Processes
@@ -85,9 +85,9 @@ class StageLoop:
         }
 
     def validate(self) -> float | None:
-        """Measure the accuracy on the validation images; None where there are none, or numbers instead of classes."""
+        """Measure the accuracy on the validation images; None if there are none."""
         split = self.data.validation
-        if not len(split) or isinstance(split.info, TableInfo):
+        if not len(split):
             return None
         rank, world, device = self.processes.rank, self.processes.world, self.processes.device
         right = torch.zeros((), device=device)
