@@ -24,7 +24,6 @@ import plures
 from networks import images
 from plures.calibration import ClassCalibration
 from plures.calling import arguments
-from plures.exporting import int8 as quantised
 from plures.exporting.answers import ClassAnswer, answer_of
 from plures.exporting.members import members_of, pack_bytes, unpack_bytes
 from plures.lab.models.resnet import BasicBlock, ResNet
@@ -321,47 +320,6 @@ def test_a_process_without_torch_runs_the_file(from_pixels, tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-4)
 
 
-class Mixed(nn.Module):
-    """A convolution with batch norm, a linear layer on tokens, whose weight is stored turned over, and a wide one."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.BatchNorm2d(16)
-        self.mix, self.wide, self.out = nn.Linear(16, 16), nn.Linear(256, 512), nn.Linear(512, networks.CLASSES)
-
-    def forward(self, x):
-        tokens = self.norm(self.patches(x)).flatten(2).transpose(1, 2)
-        return self.out(self.wide(self.mix(tokens).relu().flatten(1)).relu())
-
-
-def test_int8_weights_are_stored_once_and_answer_with_the_same_bits_as_apart(tmp_path, monkeypatch):
-    import onnx
-
-    apart, together = [], quantised.put_together
-
-    def watched(small, original):
-        apart.append(small.SerializeToString())
-        together(small, original)
-
-    monkeypatch.setattr(quantised, "put_together", watched)
-    torch.manual_seed(0)
-    ensemble = committed(plures.OrthogonalDropout(Mixed(), members=3, optimize_masks=False))
-    one = sum(parameter.nbytes for parameter in ensemble.network.parameters())
-    found = plures.export(ensemble, tmp_path / "i.onnx", images(2), int8=images(8), classes=list("abcd"))
-    assert found.stored == "one network with the owners of its weights in int8"
-    assert found.bytes < 0.5 * one < 0.75 * one < len(apart[0])
-    model = onnx.load(tmp_path / "i.onnx")
-    onnx.checker.check_model(model, full_check=True)
-    assert {entry.key for entry in model.metadata_props} == {"plures", "classes"}
-    stored = [name for name in (one.name for one in model.graph.initializer) if name.endswith("_int8")]
-    assert len(stored) == 3  # the convolution's, the turned one's, the wide one's
-    for batch in (images(1), images(64, seed=3)):
-        (small,), (large,) = run(tmp_path / "i.onnx", [batch]), run(apart[0], [batch])
-        for field in OUTPUTS:
-            np.testing.assert_array_equal(small[field], large[field])
-        np.testing.assert_allclose(small["probabilities"], ensemble.predict(batch).probabilities, atol=0.02)
-
-
 # --- bad input
 
 
@@ -402,7 +360,6 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch):
         ("e.tflite", {}, "neither in .onnx nor in .pt2"),
         ("e.onnx", {"format": "tflite"}, "format='tflite'; use one of onnx, pt2"),
         ("none/e.onnx", {}, "there is no folder"),
-        ("e.pt2", {"int8": images(4)}, "int8 needs the format onnx"),
     ]:
         with pytest.raises(plures.PluresError, match=words):
             plures.export(ensemble, tmp_path / path, images(2), **more)
@@ -447,14 +404,3 @@ def test_a_run_becomes_a_file_that_takes_pixels(tmp_path, capsys):
         expected = opened.ensemble.predict(opened.info.normalise(image))
         assert label == opened.info.classes[int(expected.label)]
         assert confidence == pytest.approx(float(expected.confidence), abs=1e-4)
-
-
-def test_int8_tells_the_accuracy_that_it_costs(tmp_path, capsys, monkeypatch):
-    from plures.lab.cli.main import main
-
-    monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
-    folder = Path(__file__).parent / "data/v0.1/runs/deep-ensemble"
-    assert main(["export", str(folder), str(tmp_path / "digits.onnx"), "--int8"]) == 0
-    said = capsys.readouterr().out
-    assert "bytes, 3 networks in int8" in said
-    assert re.search(r"accuracy on \d+ test images: [\d.]+ % in float32, [\d.]+ % in int8", said)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plures import guarantees, metrics
     from plures.answers import Prediction, Regression
     from plures.ensemble import Ensemble, Stage, Step
-    from plures.exporting.export import Exported, export
+    from plures.exporting.exported import Exported, export
     from plures.lab.sharing import from_hub as from_hub
     from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.lab.training.fit import fit as fit
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
     "plures.ensemble": ("Ensemble", "Stage", "Step"),
-    "plures.exporting.export": ("Exported", "export"),
+    "plures.exporting.exported": ("Exported", "export"),
     "plures.lab.sharing": ("from_hub", "push_to_hub"),  # needs the extra [lab], as does the next one
     "plures.lab.training.fit": ("fit",),
     "plures.losses": ("CrossEntropy", "GaussianNLL"),

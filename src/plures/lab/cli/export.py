@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from tyro.conf import Positional, arg
 
 from plures.errors import visible
-from plures.lab.cli.shared import DataDir, Switch, print_json
+from plures.lab.cli.shared import Switch, print_json
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,12 @@ class Export:
     Examples:
       plures export runs/birds birds.onnx
       plures export runs/birds birds.pt2
-      plures export runs/birds birds-int8.onnx --int8 --data-dir data
 
     What the file does:
       It takes uint8 pixels [images, height, width, channels] of the size that
       the network takes, and normalises them. It returns probabilities, label,
       confidence, total, aleatoric, epistemic and members. Its metadata hold
-      class names, preprocessing and provenance. --int8 takes the value ranges
-      from validation images, and measures the loss of accuracy on the test
-      images.
+      class names, preprocessing and provenance.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -34,10 +31,6 @@ class Export:
     """The file to write: .onnx, or .pt2 for torch.export.load."""
     format: Annotated[Literal["onnx", "pt2"] | None, arg(metavar="{onnx,pt2}", help_behavior_hint="")] = None
     """The format, if the file name does not end with it."""
-    int8: Switch = False
-    """Quantise the layers to int8 with onnxruntime, and measure the loss of accuracy."""
-    data_dir: DataDir = None
-    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     trust_code: Switch = False
     """Run the code that the run names as its network or method, even if you did not train it."""
     json: Switch = False
@@ -48,19 +41,14 @@ class Export:
     def __call__(self) -> int:
         """Export, and print the size of the file."""
         from plures.files import check_place
-        from plures.lab.runs.export import export_run
+        from plures.lab.runs.exported_run import export_run
         from plures.lab.runs.open import open_run
 
         check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
-        found: dict[str, Any] = export_run(run, self.file, self.format, int8=self.int8, data_dir=self.data_dir)
+        found: dict[str, Any] = export_run(run, self.file, self.format)
         if self.json:
             print_json(found)
             return 0
         print(f"{visible(str(found['file']))}: {found['bytes']:,} bytes, {found['stored']}")
-        if self.int8:
-            print(
-                f"accuracy on {found['images']} test images: {100 * found['accuracy']:.2f} % in float32, "
-                f"{100 * found['int8_accuracy']:.2f} % in int8"
-            )
         return 0

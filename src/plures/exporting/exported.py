@@ -14,7 +14,6 @@ from plures.checks import one_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.exporting.answers import Answer, ClassAnswer, answer_of, named_tensors
-from plures.exporting.int8 import int8_bytes
 from plures.exporting.members import SplitMembers, members_of
 from plures.exporting.onnxfile import onnx_bytes
 from plures.exporting.program import program_of, quiet
@@ -48,7 +47,6 @@ def export(
     classes: Sequence[str] | None = None,
     preprocess: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
-    int8: Any = None,
 ) -> Exported:
     """Write an ensemble as one self-contained file that runs without plures.
 
@@ -66,22 +64,18 @@ def export(
     - `format`: "onnx" (extra [export]) or "pt2", a program for torch.export.load; by default, the ending of the path.
     - `preprocess`: a module that becomes the first step; `example_inputs` are then its inputs, such as uint8 pixels.
     - `classes`, `metadata`: stored in the file as JSON.
-    - `int8`: a few hundred inputs from which onnxruntime takes value ranges to quantise the layers. The weights of a
-      split ensemble are still stored only once. Measure the loss of accuracy on your own data.
 
     The passes of MC dropout are drawn once at export, so the file always gives the same outputs.
     """
     path = Path(path)
     chosen = _format(path, format)
-    if int8 is not None and chosen != "onnx":
-        raise PluresError(f"int8 needs the format onnx, but {path} is written as {chosen}: use format='onnx'")
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
     if chosen == "onnx":
-        _need_onnx(int8 is not None)
+        _need_onnx()
     members = members_of(ensemble)
     answer = answer_of(ensemble, members, example_inputs, preprocess)
-    stored = _stored(members) + (" in int8" if int8 is not None else "")
+    stored = _stored(members)
     about = _about(ensemble, answer, stored, classes, metadata)
     program = program_of(answer, seed=getattr(ensemble, "seed", 0))
     if chosen == "pt2":
@@ -89,7 +83,6 @@ def export(
             torch.export.save(program, beside, extra_files=about)
     else:
         contents = onnx_bytes(program, list(named_tensors(answer.like)), answer.outputs, about)
-        contents = contents if int8 is None else int8_bytes(contents, int8, about)
         with replacing(path) as beside:
             beside.write_bytes(contents)
     return Exported(path, chosen, path.stat().st_size, stored)
@@ -103,10 +96,10 @@ def _format(path: Path, given: str | None) -> Format:
     return "onnx" if found == "onnx" else "pt2"
 
 
-def _need_onnx(int8: bool) -> None:
+def _need_onnx() -> None:
     """Import what ONNX needs, or say which extra brings it."""
     try:
-        for name in ("onnx", "onnxscript", *(["onnxruntime"] if int8 else [])):
+        for name in ("onnx", "onnxscript"):
             import_module(name)
     except ModuleNotFoundError as error:
         raise PluresError(f"writing ONNX needs {error.name}: pip install 'plures[export]'") from error

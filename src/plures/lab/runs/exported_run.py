@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plures.exporting.export import Format, export
-from plures.lab.data import DataInfo, Split
+from plures.exporting.exported import Format, export
+from plures.lab.data import DataInfo
 from plures.lab.runs.open import Run
-
-CALIBRATION = 256  # pictures that show the ranges of int8
-BATCH = 256
 
 
 class Normalise(nn.Module):
@@ -31,12 +28,9 @@ class Normalise(nn.Module):
         return (pixels.float() * self.scale + self.shift).permute(0, 3, 1, 2)
 
 
-def export_run(
-    run: Run, path: Path, format: Format | None = None, *, int8: bool = False, data_dir: Path | None = None
-) -> dict[str, Any]:
-    """Write a run as one file, and say what was written, as JSON values."""
+def export_run(run: Run, path: Path, format: Format | None = None) -> dict[str, Any]:
+    """Write a run as one file, and return what was written, as JSON values."""
     info = run.info
-    data = run.data(data_dir) if int8 else None
     example = torch.zeros(2, info.size, info.size, info.channels, dtype=torch.uint8)
     written = export(
         run.ensemble.cpu(),
@@ -46,12 +40,8 @@ def export_run(
         classes=list(info.classes),
         preprocess=Normalise(info),
         metadata=about(run),
-        int8=None if data is None else _pixels(data.validation if len(data.validation) else data.train, CALIBRATION),
     )
-    found = {"file": str(path), "format": written.format, "bytes": written.bytes, "stored": written.stored}
-    if data is None:
-        return found
-    return found | _accuracies(run, path, data.test)
+    return {"file": str(path), "format": written.format, "bytes": written.bytes, "stored": written.stored}
 
 
 def about(run: Run) -> dict[str, Any]:
@@ -74,21 +64,3 @@ def about(run: Run) -> dict[str, Any]:
             "fingerprint": run.fingerprint,
         },
     }
-
-
-def _pixels(split: Split, most: int | None = None) -> Tensor:
-    """Give the middle of the cached pictures, as the network sees them."""
-    return torch.from_numpy(split.seen(slice(most))).contiguous()
-
-
-def _accuracies(run: Run, path: Path, split: Split) -> dict[str, Any]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    pixels, labels = _pixels(split), torch.from_numpy(split.labels)
-    labelled = [
-        torch.from_numpy(session.run(["label"], {"inputs": part.numpy()})[0]) for part in torch.split(pixels, BATCH)
-    ]
-    plain = [run.ensemble.predict(run.info.normalise(part)).label for part in torch.split(pixels, BATCH)]
-    exact, small = ((torch.cat(found) == labels).double().mean().item() for found in (plain, labelled))
-    return {"images": len(labels), "accuracy": exact, "int8_accuracy": small}
