@@ -41,9 +41,8 @@ memcheck:  ## the native kernels under AddressSanitizer, over random layers
 	        && build/memcheck || exit 1; \
 	done
 
-bench: $(READY)  ## ratios measured side by side in one run: a quarter of an hour on two idle cores
-	$(BIN)/plures bench --full --out benchmarks
-	$(BIN)/python docs/make/benchmark.py
+bench: $(READY)  ## speed and size, as ratios measured side by side: a quarter of an hour on two idle cores
+	$(BIN)/python -m benchmarks
 
 load-test: $(READY)  ## throughput of plures serve, and 10,000 bad requests: a few minutes on the loopback
 	$(BIN)/python benchmarks/load_test.py

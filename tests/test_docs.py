@@ -49,7 +49,7 @@ def public_names() -> set[str]:
 def test_the_page_of_the_commands_has_every_option() -> None:
     page = commands.commands()
     names = re.findall(r"^## plures (\S+)$", page, re.MULTILINE)
-    assert {"train", "evaluate", "predict", "compare", "reproduce", "report", "recipes", "bench"} <= set(names)
+    assert {"train", "evaluate", "predict", "compare", "reproduce", "report", "recipes"} <= set(names)
     for name, section in zip(names, page.split("\n## ")[1:], strict=True):
         options = set(re.findall(r"│ (--[\w.-]+)", commands.help_of(name)))
         assert options, name

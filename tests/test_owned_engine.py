@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 import networks
 import plures
+from benchmarks.harness import VisionTransformer
+from benchmarks.size import held
 from plures import PluresError
 from plures.calling import logits_of
 from plures.lab.models import resnet18
-from plures.lab.timing import size
-from plures.lab.timing.harness import VisionTransformer
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned.engine import Owned
 from plures.methods.orthogonal_dropout.engines.owned.tree import Tree
@@ -188,9 +188,9 @@ def test_what_cannot_be_traced_runs_layer_by_layer() -> None:
     assert engine.one_by_one == ["grouped", "scaled", "again"]
     engine = trained(networks.transformers_vit(), classifier="fixed").engine("owned")
     assert engine.one_by_one == ["vit.embeddings"]
-    before = size.held(engine)
+    before = held(engine)
     engine.predict(networks.images(2))
-    assert size.held(engine) < before / 2, "the members with which it was compared are gone"
+    assert held(engine) < before / 2, "the members with which it was compared are gone"
 
 
 @needs_library
@@ -333,23 +333,3 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
     assert isinstance(trained(vision_transformer(), members=5, granularity="block").engine(), Owned)
     # What torch.fx cannot trace.
     assert isinstance(trained(networks.transformer(), members=5).engine(), Unfolded)
-
-
-@needs_library
-def test_the_benchmark_measures_the_engine() -> None:
-    from plures.lab.models import resnet8
-    from plures.lab.timing.harness import CLASSES, Subject
-    from plures.lab.timing.owned_engine import growth_ratio, owned_ratio
-
-    small = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
-    found = [
-        *owned_ratio(small, "kernel", 2, batch=2, rounds=1, bar=1e9, threads=1, bf16=True),
-        growth_ratio(small, batch=2, rounds=1, threads=None),
-    ]
-    assert all(0 < one.value < 1e9 for one in found)
-    assert found[0].met
-    assert [one.name for one in found[:2]] == [
-        "owned prediction of 2 members / one plain network",
-        "owned prediction of 2 members / one plain network in bf16",
-    ]
-    assert library.load().instructions in found[0].setting

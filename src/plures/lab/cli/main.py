@@ -18,7 +18,7 @@ from plures.errors import PluresError, visible
 if TYPE_CHECKING:
     from plures.lab.cli.shared import Command
 
-COMMANDS = ("train", "evaluate", "predict", "export", "serve", "compare", "reproduce", "report", "recipes", "bench")
+COMMANDS = ("train", "evaluate", "predict", "export", "serve", "compare", "reproduce", "report", "recipes")
 OVERVIEW = """usage: plures COMMAND [OPTIONS]
 
 Split one network into an ensemble of subnetworks: calibrated uncertainty at

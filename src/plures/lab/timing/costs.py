@@ -1,8 +1,7 @@
-"""The cost of methods relative to one network: for finished runs, and for every method on a ResNet18."""
+"""The cost of finished runs relative to one network."""
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from plures.ensemble import Ensemble, Step
 from plures.errors import PluresError
 from plures.lab.data import DataInfo
 from plures.lab.evaluation.evaluate import fastest
-from plures.lab.method_names import METHOD_NAMES, method_class, takes
+from plures.lab.method_names import method_class
 from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
@@ -28,13 +27,13 @@ from plures.methods.deterministic import Deterministic
 from plures.storage import save
 
 ROUNDS = 9
-SHORTEST = 0.02  # seconds: what takes less is repeated, because one call is over before it can be measured well
+SHORTEST = 0.02  # seconds: an action that takes less is repeated, because clocks are coarse
 PREDICTED = 64  # images at a time
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run costs relative to one network of its recipe."""
+    """The cost of a run relative to one network of its recipe."""
 
     size: float  # of the file
     prediction: float  # time, by the fastest engine that the method has
@@ -42,7 +41,7 @@ class Costs:
 
 
 def kept_costs(folder: Path) -> Costs | None:
-    """Read what was measured of a run before, if it was."""
+    """Return the costs that are stored with a run, or None."""
     path = folder / "costs.json"
     if not files.is_file(path):
         return None
@@ -52,7 +51,7 @@ def kept_costs(folder: Path) -> Costs | None:
 
 
 def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
-    """Measure a finished run, and keep what was found in its folder."""
+    """Measure a finished run and store its costs in its folder."""
     found = _measure(read_run(folder, trust_code=trust_code))
     with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
         files.write_json(folder / "costs.json", asdict(found))
@@ -60,7 +59,7 @@ def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
 
 
 def _measure(run: Described) -> Costs:
-    """Measure an ensemble of the same network, method and options: what it costs does not depend on its weights."""
+    """Measure an ensemble of the same network, method and options: costs do not depend on the values of weights."""
     method: Any = method_class(run.method)
     network = run.network()
     return costs_of(method(network, **RunFolder(run.path).config()["options"]), network, run.recipe, run.info)
@@ -81,23 +80,23 @@ def costs_of(ensemble: Ensemble, network: nn.Module, recipe: Recipe, info: DataI
         epochs = _epochs(ensemble, single, recipe, info, clock)  # first: it goes through the stages
         rivals = fastest(ensemble), single
         asked, plain = (harness.prediction(one.predict, inputs) for one in rivals)
-        return Costs(_file_size(ensemble) / _file_size(single), relative(asked, plain, clock), epochs)
+        return Costs(file_size(ensemble) / file_size(single), relative(asked, plain, clock), epochs)
 
 
 def relative(action: Action, baseline: Action, clock: Clock) -> float:
-    """Measure how many times as long as another thing something takes: each at its best of some rounds in turn.
+    """Return the time of an action divided by that of another, each the shortest of several rounds.
 
         with one_thread() as clock:
             relative(lambda: ensemble.predict(images), lambda: network(images), clock)
 
-    Not the middle of the rounds: what else runs here makes some of them longer, and none shorter.
+    The shortest, not the median: other processes make some rounds longer, and none shorter.
     """
     own, other = harness.timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
     return min(own) / min(other)
 
 
 def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo, clock: Clock) -> float:
-    """Add up the epochs of all stages, each as long as its step is compared with one of the single network."""
+    """Return the sum of the epochs of all stages, each weighted by its step relative to one of the single network."""
     precision = resolve(recipe.precision, device_for())
     inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
     targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
@@ -112,7 +111,8 @@ def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo
     return sum(recipe.epochs.of(step.phase) * ratios[name] for step, name in names.items())
 
 
-def _file_size(ensemble: Ensemble) -> int:
+def file_size(ensemble: Ensemble) -> int:
+    """Return the bytes of the file that an ensemble is saved in."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             save(ensemble, Path(folder) / "single")
@@ -121,52 +121,3 @@ def _file_size(ensemble: Ensemble) -> int:
         raise PluresError(
             f"cannot write a temporary file: {error.strerror}; free some space and start again"
         ) from error
-
-
-@dataclass(frozen=True)
-class MethodCost:
-    """One row of the benchmark's table of methods: everything relative to the plain network."""
-
-    method: str
-    members: int
-    parameters: float
-    file: float
-    step: float
-    prediction: float
-
-
-def method_costs(batch: int, precision: str, rounds: int) -> Iterator[MethodCost]:
-    """Measure every method with five members (MC dropout: 30 passes) on ResNet18-CIFAR.
-
-    A step is one batch of the first stage: of one member where they train one after the other, else of all. Prediction
-    is of one batch by the ensemble's own forward.
-    """
-    network = harness.RESNET18.make()
-    single = Deterministic(network)
-    plain_step, plain_size = harness.first_step(single, batch, precision), _file_size(single)
-    inputs, _ = harness.images(batch)
-    for word, name in METHOD_NAMES.items():
-        method: Any = method_class(word)
-        ensemble: Ensemble = method(network, **({"members": 5} if takes(method, "members") else {}))
-        step = next(harness.race(name, plain_step, {"": harness.first_step(ensemble, batch, precision)}, rounds))
-        for _ in ensemble.stages():
-            pass
-        plain, ours = (harness.prediction(one.eval(), inputs, precision) for one in (network, ensemble))
-        yield MethodCost(
-            name,
-            len(ensemble(inputs[:2])),
-            _parameters(ensemble) / sum(parameter.numel() for parameter in network.parameters()),
-            _file_size(ensemble) / plain_size,
-            step.value,
-            next(harness.race(name, plain, {"": ours}, rounds)).value,
-        )
-
-
-def _parameters(ensemble: Ensemble) -> int:
-    """Count the floating numbers that a file holds: what an ensemble needs to predict."""
-    statistics = {name for name, _ in ensemble.named_buffers()}
-    return sum(
-        tensor.numel()
-        for name, tensor in ensemble.tensors().items()
-        if tensor.is_floating_point() and name not in statistics and "running_" not in name
-    )

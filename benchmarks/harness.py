@@ -1,0 +1,109 @@
+"""Ratios measured in turn, and the networks that they are measured on."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plures.ensemble import Ensemble
+from plures.lab.models import resnet18, wide_resnet28_10
+from plures.lab.timing.harness import Action, timed, training_step
+from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One measured ratio: the median of the rounds, the least and the largest, and the target it should not exceed."""
+
+    name: str
+    setting: str
+    value: float
+    low: float
+    high: float
+    bar: float | None = None
+
+    @classmethod
+    def of(cls, name: str, setting: str, samples: Sequence[float], bar: float | None = None) -> "Ratio":
+        """Return the ratio of several rounds."""
+        return cls(name, setting, statistics.median(samples), min(samples), max(samples), bar)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without a target."""
+        return None if self.bar is None else self.value <= self.bar
+
+    def __str__(self) -> str:
+        bar = "" if self.bar is None else f"; target {self.bar:g}{'' if self.met else ' missed'}"
+        return f"{self.name} ({self.setting}): {self.value:.3g}, {self.low:.3g} to {self.high:.3g}{bar}"
+
+
+def race(
+    setting: str, baseline: Action, rivals: Mapping[str, Action], rounds: int, bars: Mapping[str, float] | None = None
+) -> Iterator[Ratio]:
+    """Time rivals against one baseline, round by round.
+
+        race("ResNet18, batch 64", plain_step, {"masked step / plain step": masked_step}, rounds=5)
+
+    The baseline runs before and after each rival, and the rival is divided by the mean of the two: a machine that
+    becomes slower or faster meanwhile does so for both.
+    """
+    lineup = [baseline, *(action for rival in rivals.values() for action in (rival, baseline))]
+    found = timed(lineup, rounds, clock=time.perf_counter)
+    for place, name in enumerate(rivals):
+        before, taken, after = found[2 * place : 2 * place + 3]
+        samples = [2 * t / (b + a) for b, t, a in zip(before, taken, after, strict=True)]
+        yield Ratio.of(name, setting, samples, (bars or {}).get(name))
+
+
+class VisionTransformer(nn.Module):
+    """A transformer of the size of ViT-S (21 M weights) for 32-pixel images, in plain torch."""
+
+    def __init__(self, width: int = 384, depth: int = 12, heads: int = 6) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.position = nn.Parameter(torch.randn(1, 64, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits."""
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.encoder(tokens).mean(1))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network to measure: its name and the function that makes it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+
+
+RESNET18 = Subject("ResNet18", lambda: resnet18(classes=CLASSES))
+WIDE_RESNET = Subject("WRN28-10", lambda: wide_resnet28_10(classes=CLASSES))
+TRANSFORMER = Subject("ViT-S", VisionTransformer)
+
+
+def finished(network: nn.Module, members: int = 5, granularity: str = "weight") -> OrthogonalDropout:
+    """Return a complete ensemble that was not trained: speed and size do not depend on the values of weights."""
+    ensemble = OrthogonalDropout(network, members, optimize_masks=False, granularity=granularity)
+    for _ in ensemble.stages():
+        pass
+    return ensemble
+
+
+def images(batch: int) -> tuple[Tensor, Tensor]:
+    """Return random 32-pixel images and labels."""
+    inputs = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return inputs, torch.arange(batch) % CLASSES
+
+
+def first_step(ensemble: Ensemble, batch: int, precision: str) -> Action:
+    """Return a training step of an ensemble's first stage."""
+    return training_step(ensemble.open(ensemble.plan()[0]), *images(batch), precision)
