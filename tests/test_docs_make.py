@@ -83,7 +83,7 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, c
     epochs = Epochs(pretrain=4, prune=1, finetune=1, train=2)
     small = replace(get_recipe("digits"), width=16, members=2, limit=120, validation=40, epochs=epochs)
     monkeypatch.setitem(RECIPES, "digits", small)
-    rows = ("one network", "split, as the recipe", "split from one parent, a quarter", "split, a quarter, distilled")
+    rows = ("one network", "split, as the recipe", "split from one parent, a quarter")
     monkeypatch.setattr(evidence, "WANTED", (evidence.HeldOut(cheaper, "digits", rows=rows),))
     made = []
 
@@ -102,9 +102,9 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, c
     evidence.main(["--tables", "--runs", "runs"])  # the same folder by another name
     assert child.is_file()
     lines = (tmp_path / "results/cheaper-digits.md").read_text().splitlines()
-    spent = {cells[1].strip(): float(cells[2]) for line in lines[2:6] for cells in [line.split("|")]}
-    # A parent takes 2 epochs and spares the first pre-training; distilling the second member takes a third of an epoch.
-    assert spent == dict(zip(rows, (2, 11, 2 + 1 + 1 + 1 + 1, 5), strict=True))
+    spent = {cells[1].strip(): float(cells[2]) for line in lines[2:5] for cells in [line.split("|")]}
+    # A parent takes 2 epochs and spares the first pre-training.
+    assert spent == dict(zip(rows, (2, 11, 2 + 1 + 1 + 1 + 1), strict=True))
     assert "one network" in (tmp_path / "results/cheaper-digits.svg").read_text()
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path / "results").rglob("seed-0.json"))
     # Another machine has no run, but needs the parent for what is missing.
@@ -115,17 +115,17 @@ def test_schedules_are_trained_measured_and_drawn(tmp_path: Path, monkeypatch, c
     assert made == ["digits", "digits-split-from-one-parent-a-quarter"]
     same = [json.loads(text)["held_out"] for text in (before, child.read_text())]
     assert same[0] == same[1]
-    assert capsys.readouterr().out.splitlines() == ["cheaper-digits: 4 runs"] * 3
+    assert capsys.readouterr().out.splitlines() == ["cheaper-digits: 3 runs"] * 3
 
 
 def test_runs_wait_for_their_parents_and_for_no_others() -> None:
     jobs = cheaper.jobs_of("digits-resnet", [0], Path("runs"))
-    names = ("split, a quarter, distilled", "split from one parent, a quarter", "split, distilled", "one network")
-    distilled, child, other, parent = (jobs[name][0] for name in names)
-    assert evidence.turns([distilled, child, other], Path("runs")) == [[distilled], [parent], [child, other]]
-    assert evidence.turns([distilled, child, parent], Path("runs")) == [[distilled], [parent], [child]]
+    names = ("split, half the pre-training", "split from one parent, a quarter", "deep ensemble", "one network")
+    shorter, child, other, parent = (jobs[name][0] for name in names)
+    assert evidence.turns([shorter, child, other], Path("runs")) == [[shorter], [parent], [child, other]]
+    assert evidence.turns([shorter, child, parent], Path("runs")) == [[shorter], [parent], [child]]
     assert evidence.turns([parent, other, child], Path("runs")) == [[parent, other], [child]]
-    assert evidence.turns([distilled, other], Path("runs")) == [[distilled, other]]
+    assert evidence.turns([shorter, other], Path("runs")) == [[shorter, other]]
     wanted = evidence.unique(job for one in evidence.WANTED for job in one.jobs(Path("runs")))
     made = evidence.turns(wanted, Path("runs"))
     assert sorted(job.run for turn in made for job in turn) == sorted(job.run for job in wanted), "each of them once"
@@ -327,13 +327,10 @@ def test_runs_of_different_images_are_not_put_into_one_table() -> None:
         store.refuse_other_data("table1", [one, one | {"data": "others"}])
 
 
-def test_parents_and_teachers_count_as_training() -> None:
+def test_parents_count_as_training() -> None:
     recipe = get_recipe("digits")
     named = {one.name: one for one in cheaper.SCHEDULES}
     stages = [["prune", 0, 3], ["finetune", 0, 30], ["pretrain", 4, 8], ["finetune", 4, 30]]
-    assert cheaper.cost(named["split, distilled"], stages, recipe) == pytest.approx(
-        (71 + 30 * 4 / 3, 3 + 6 + 8 / 5 + 6 + 30 * 4 / 3 / 5)
-    )
     assert cheaper.cost(named["split from one parent, a quarter"], stages, recipe) == pytest.approx(
         (30 + 71, 30 + 3 + 6 + 8 / 5 + 6)
     )

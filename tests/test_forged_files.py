@@ -113,7 +113,6 @@ def test_more_members_than_are_stored(tmp_path, method, count) -> None:
         ("PackedEnsemble", "alpha"),
         ("Masksembles", "scale"),
         ("MIMO", "input_repetition"),
-        ("OrthogonalDropout", "distill"),
     ],
 )
 def test_numbers_that_no_option_can_have(tmp_path, method, option, value) -> None:

@@ -298,7 +298,6 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
         (["train", "--method", "packed-ensemble", "--set", "alpha=nan"], "alpha=nan; use a number above 0"),
         (["train", "--method", "masksembles", "--set", "scale=inf"], "scale=inf; use a number from 1"),
         (["train", "--method", "mc-dropout", "--set", "rate=nan"], "is nan; use a number above 0 and below 1"),
-        (["train", "--set", "distill=inf"], "distill=inf"),
         (["train", "--set", "measured=1"], "no option of orthogonal-dropout 'measured'"),
         (["train", "--model", "builtins:dict"], "'builtins:dict' must"),
         (["train", "--model", "torch:zeros"], "'torch:zeros' must"),

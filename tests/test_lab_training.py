@@ -757,11 +757,3 @@ def test_a_stage_that_ends_underconfident_says_so(caplog: pytest.LogCaptureFixtu
         with caplog.at_level(logging.WARNING, "plures"):
             fit(ensemble, make_data(), longer, quiet=True)
         assert ("ends underconfident: its accuracy" in caplog.text) == warned, classifier
-
-
-def test_finetuning_may_start_at_a_rate_of_its_own(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(RECIPE, learning_rate=0.1, finetune_rate=0.02, schedule="step")
-    fit(plures.OrthogonalDropout(make_network(), members=2), make_data(), recipe, run=tmp_path / "run", quiet=True)
-    last = {record["phase"]: record["learning_rate"] for record in RunFolder(tmp_path / "run").records()}
-    assert last["pretrain"] == last["prune"] == pytest.approx(0.1 * 0.1**2)
-    assert last["finetune"] == pytest.approx(0.02 * 0.1**2)

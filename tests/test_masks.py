@@ -76,15 +76,13 @@ def test_topk_under_channels_last_scores_chooses_the_same() -> None:
     assert other.chosen().equal(plain)
 
 
-@pytest.mark.parametrize("literal", [False, True])
-def test_the_gradient_passes_to_the_score_of_free_weights(literal: bool) -> None:
+def test_the_gradient_passes_to_the_score_of_free_weights() -> None:
     scores, free = setting(7, (5, 4))
     weight = torch.randn(5, 4, requires_grad=True)
-    mask = TopK(scores, free, 6, literal)
+    mask = TopK(scores, free, 6)
     upstream = torch.randn(5, 4)
     (mask(weight) * upstream).sum().backward()
-    sign = torch.ones_like(scores) if literal else scores.sign()
-    expected = torch.where(free, upstream * weight.detach() * sign, 0.0)
+    expected = torch.where(free, upstream * weight.detach() * scores.sign(), 0.0)
     torch.testing.assert_close(mask.scores.grad, expected)
     torch.testing.assert_close(weight.grad, torch.where(mask.chosen(), upstream, 0.0))
 

@@ -170,7 +170,6 @@ optimizers = {
             "classifier": st.sampled_from(["fixed", "split", "private"]),
             "granularity": st.sampled_from(["weight", "kernel"]),
             "init": st.sampled_from(["fresh", "given"]),
-            "literal_gradient": st.booleans(),
         }
     ),
 )

@@ -2,8 +2,8 @@
 
 `docs/make/evidence.py` makes the runs. Training is counted, not timed: in epochs of one network, and in
 multiplications, where a member of a split network needs no more than the share of the weights that it trains. (On a CPU
-the training engine skips about half of the other multiplications, a GPU none.) A pass of teachers for distillation
-counts as a third of a training step, and a parent with all of its epochs.
+the training engine skips about half of the other multiplications, a GPU none.) A parent counts
+with all of its epochs.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,6 @@ from plures.lab.recipes import Recipe
 matplotlib.rcParams |= {"svg.hashsalt": "plures", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 SPLIT, DEEP, SINGLE = Variant("orthogonal-dropout"), Variant("deep-ensemble"), Variant("deterministic")
-DISTILLED = Variant("orthogonal-dropout", ("distill=0.5",))
-FORWARD = 1 / 3  # of a training step: forward, and backward to activations and to weights
 COLUMNS = ["schedule", "epochs", "by multiplications", "accuracy %", "NLL", "ECE", "member accuracy %", "agreement"]
 
 
@@ -37,15 +35,13 @@ class Schedule:
     name: str
     variant: Variant = SPLIT
     pretrain: float = 1  # of the recipe's epochs
-    finetune_rate: float | None = None  # of the recipe's rate
     parent: bool = False  # whether all members start from one trained network
 
     def changed(self, recipe: Recipe, parent: Path) -> Recipe:
         """Give the recipe of the schedule."""
         epochs = replace(recipe.epochs, pretrain=round(self.pretrain * recipe.epochs.pretrain))
-        rate = None if self.finetune_rate is None else self.finetune_rate * recipe.learning_rate
         weights = str(parent) if self.parent else None
-        return replace(recipe, epochs=epochs, finetune_rate=rate, weights=weights)
+        return replace(recipe, epochs=epochs, weights=weights)
 
 
 SCHEDULES = (
@@ -56,12 +52,8 @@ SCHEDULES = (
     Schedule("split, as the recipe"),
     Schedule("split, half the pre-training", pretrain=0.5),
     Schedule("split, a quarter of the pre-training", pretrain=0.25),
-    Schedule("split, a quarter, finetuned from a third of the rate", pretrain=0.25, finetune_rate=0.3),
-    Schedule("split, finetuned from a third of the rate", finetune_rate=0.3),
     Schedule("split from one parent, no more pre-training", pretrain=0, parent=True),
     Schedule("split from one parent, a quarter", pretrain=0.25, parent=True),
-    Schedule("split, a quarter, distilled", DISTILLED, pretrain=0.25),
-    Schedule("split, distilled", DISTILLED),
 )
 
 
@@ -98,9 +90,6 @@ def cost(schedule: Schedule, stages: Sequence[Any], usual: Recipe) -> tuple[floa
         free = 1 - number / members if members > 1 else 1.0
         total += epochs
         multiplied += epochs * (1 / members if phase in ("finetune", "train") else free)
-        if schedule.variant == DISTILLED and phase == "finetune":
-            total += epochs * FORWARD * number
-            multiplied += epochs * FORWARD * number / members
     return total, multiplied
 
 

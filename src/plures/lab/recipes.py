@@ -77,7 +77,6 @@ class Recipe:
     batch_size: int = 128  # images per step, over all processes
     optimizer: Literal["sgd", "adamw"] = "sgd"  # the optimizer
     learning_rate: float = 0.1  # the highest rate of the schedule
-    finetune_rate: float | None = None  # the highest rate of finetuning; None: learning_rate
     momentum: float = 0.9  # momentum of sgd
     nesterov: bool = False  # use Nesterov momentum
     weight_decay: float = 1e-4  # the factor of weight decay
@@ -112,11 +111,6 @@ class Recipe:
         """
         known = facts(method, wide=self.model.startswith("wide_resnet"))
         return replace(self, epochs=self.epochs.times(known.longer), members=known.members or self.members)
-
-    def for_phase(self, phase: str) -> Self:
-        """Return the recipe for one phase: finetuning may have its own learning rate."""
-        own = self.finetune_rate if phase == "finetune" else None
-        return self if own is None else replace(self, learning_rate=own)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that affects the result as JSON values."""
@@ -175,7 +169,6 @@ def _broken_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("members", "at least 1", recipe.members >= 1),
         ("batch_size", f"from 1 to {1 << 24}", 1 <= recipe.batch_size <= 1 << 24),
         ("learning_rate", "above 0", 0 < recipe.learning_rate < math.inf),
-        ("finetune_rate", "above 0 or None", recipe.finetune_rate is None or 0 < recipe.finetune_rate < math.inf),
         ("momentum", "at least 0 and below 1", 0 <= recipe.momentum < 1),
         ("nesterov", "False without momentum", not recipe.nesterov or recipe.momentum > 0),
         ("weight_decay", "at least 0", 0 <= recipe.weight_decay < math.inf),

@@ -55,6 +55,9 @@ METRICS: dict[str, Any] = {
 }
 log = logging.getLogger("plures")
 
+# Settings of earlier versions, at the values that changed nothing.
+GONE = (("finetune_rate", None), ("literal_gradient", False), ("distill", None))
+
 
 class RunFolder:
     """Read and write the files of a run.
@@ -93,6 +96,8 @@ class RunFolder:
                 f"{self.path} is a regression run of an earlier version, and the lab has only classifiers: load its "
                 "ensemble with plures.load, or train again with plures.sklearn or the library"
             )
+        for part in ("recipe", "options"):
+            found[part] = {name: value for name, value in found[part].items() if (name, value) not in GONE}
         return found
 
     def metrics(self) -> dict[str, Any]:

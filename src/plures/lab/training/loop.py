@@ -36,7 +36,7 @@ class StageLoop:
 
     def __init__(self, ensemble: Ensemble, step: Step, data: Data, recipe: Recipe, processes: Processes) -> None:
         self.data = data
-        self.recipe = recipe = recipe.for_phase(step.phase)
+        self.recipe = recipe
         self.processes = processes
         self.epochs = recipe.epochs.of(step.phase)
         self.batch_size = processes.batch_size(recipe)

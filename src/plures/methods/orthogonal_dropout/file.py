@@ -23,6 +23,7 @@ from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import Moments, overwrite, own_tensors
 
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
+GONE = ("literal_gradient", "distill")  # options of earlier versions: they changed training, and not what was trained
 log = logging.getLogger("plures")
 
 

@@ -69,14 +69,13 @@ class TopK(nn.Module):
         mask = TopK(weight / weight.abs().max(), free, count=1000)
         parametrize.register_parametrization(layer, "weight", mask)
 
-    The mask is exactly binary; its gradient passes straight through to |score|. With `literal=True` it passes to the
-    score itself, as in the paper's appendix: negative scores then move in the wrong direction.
+    The mask is exactly binary; its gradient passes straight through to |score|.
     """
 
     free: Tensor
     handicap: Tensor
 
-    def __init__(self, scores: Tensor, free: Tensor, count: int, literal: bool = False) -> None:
+    def __init__(self, scores: Tensor, free: Tensor, count: int) -> None:
         super().__init__()
         if scores.shape != free.shape or free.dtype != torch.bool:
             raise PluresError(f"free must be a boolean mask of the scores' shape {tuple(scores.shape)}")
@@ -89,7 +88,6 @@ class TopK(nn.Module):
         lowest = torch.finfo(torch.float32).min
         self.register_buffer("handicap", torch.where(free, 0.0, lowest).contiguous(), persistent=False)
         self.count = count
-        self.literal = literal
 
     def chosen(self) -> Tensor:
         """Return which weights are in use, as a boolean mask; among equal scores, the first ones are chosen."""
@@ -106,7 +104,7 @@ class TopK(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Mask the weight with the current choice."""
         masked: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
-            weight, self.scores, spread(self.chosen(), weight).to(weight.dtype), self.free, self.literal
+            weight, self.scores, spread(self.chosen(), weight).to(weight.dtype), self.free
         )
         return masked
 
@@ -115,9 +113,8 @@ class _StraightThrough(torch.autograd.Function):
     """Forward, a mask; backward, as if the mask were |score|."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scores: Tensor, chosen: Tensor, free: Tensor, literal: bool) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, scores: Tensor, chosen: Tensor, free: Tensor) -> Tensor:
         ctx.save_for_backward(weight, scores, chosen, free)
-        ctx.literal = literal
         return weight * chosen
 
     @staticmethod
@@ -127,9 +124,7 @@ class _StraightThrough(torch.autograd.Function):
         to_weight = gradient * chosen if ctx.needs_input_grad[0] else None
         # Excluded scores get no gradient: it would count in gradient clipping.
         to_scores = gathered(gradient * weight, scores.shape).to(scores.dtype).mul_(free)
-        if not ctx.literal:
-            to_scores.mul_(scores.sign())
-        return to_weight, to_scores, None, None, None
+        return to_weight, to_scores.mul_(scores.sign()), None, None
 
 
 MASKS = (Keep, TopK)

@@ -16,7 +16,6 @@ from plures.ensemble import Ensemble, Stage, Step, Stored, due, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.orthogonal_dropout import file, phases
-from plures.methods.orthogonal_dropout.distilling import Distilled, check_share, opinion
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, faster_than_unfolded, owned_bytes
@@ -52,9 +51,6 @@ class OrthogonalDropout(Ensemble):
       given weights, and the first member then needs no pre-training.
     - `roles`: the role of each tensor, from `plures.roles`.
     - `loss`: a function of logits and targets; by default, cross-entropy.
-    - `literal_gradient`: prune with the gradient that the paper's appendix prints, for the ablation.
-    - `distill`: the weight in the finetuning loss of agreement with the members trained before; by default, members
-      learn only from the targets.
     """
 
     def __init__(
@@ -68,8 +64,6 @@ class OrthogonalDropout(Ensemble):
         init: Init = "fresh",
         roles: Mapping[str, str] | None = None,
         loss: Loss | None = None,
-        literal_gradient: bool = False,
-        distill: float | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(network, loss)
@@ -79,8 +73,6 @@ class OrthogonalDropout(Ensemble):
         self.optimize_masks = bool(optimize_masks)  # plain values, because a file holds them as JSON
         self.granularity = granularity
         self.init = init
-        self.literal_gradient = bool(literal_gradient)
-        self.distill = check_share(distill, self.loss)
         self.seed = seed
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
 
@@ -124,7 +116,7 @@ class OrthogonalDropout(Ensemble):
         """Open the stage of one step of the plan: a copy of the network under the masks of its phase."""
         if step != due(self.plan()):
             raise self._out_of_date(step)
-        member, phase = self._number(step.member), self._phase(step.phase)
+        member, phase = self._number(step.member), phases.PHASES[step.phase]()
         network = self._start(member) if self.draft is None else copy.deepcopy(self.draft)
         known = tensors(network)
         for name, tensor in known.items():
@@ -132,11 +124,7 @@ class OrthogonalDropout(Ensemble):
                 tensor.requires_grad_(False)
         masks = {name: phase.mask(known[name], self.partition, name, member) for name in self.owners}
         put_on(network, masks, self._places)
-        commit = partial(self._commit, ticket=self._ticket)
-        if self.distill and phase.completes and self.trained:
-            stage: Stage = Distilled(network, step, self.loss, commit, partial(opinion, self), self.distill)
-        else:
-            stage = Stage(network, step, self.loss, commit)
+        stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket))
         stage.engine = TrainingEngine()
         return stage
 
@@ -149,9 +137,6 @@ class OrthogonalDropout(Ensemble):
         skipped = {phases.Pretrain.name: given_whole, phases.Prune.name: takes_the_rest, phases.Finetune.name: False}
         return [phase for phase, skip in skipped.items() if not skip]
 
-    def _phase(self, name: str) -> phases.Phase:
-        return phases.Prune(self.literal_gradient) if name == phases.Prune.name else phases.PHASES[name]()
-
     def _start(self, member: int) -> nn.Module:
         network = copy.deepcopy(self.network)
         if self.init == "fresh":
@@ -162,7 +147,7 @@ class OrthogonalDropout(Ensemble):
     def _commit(self, stage: Stage, ticket: object) -> None:
         if ticket is not self._ticket:
             raise self._out_of_date(stage.step)
-        member, phase = self._number(stage.member), self._phase(stage.phase)
+        member, phase = self._number(stage.member), phases.PHASES[stage.phase]()
         values = unmasked(stage.network)
         phases.refuse_other_start(stage, phase, self.split, values)
         phase.claim(stage.network, self.partition, member)
@@ -331,7 +316,8 @@ class OrthogonalDropout(Ensemble):
         # So are the owners, which would be drawn at random in vain: that took as long as all the rest of loading.
         # And whoever loads a trained ensemble need not hear that a given network was thin to split.
         one_of("init", stored.options["init"], get_args(Init))
-        ensemble = cls(network, **{**stored.options, "classifier": None, "optimize_masks": True, "init": "fresh"})
+        given = {name: value for name, value in stored.options.items() if name not in file.GONE}
+        ensemble = cls(network, **{**given, "classifier": None, "optimize_masks": True, "init": "fresh"})
         ensemble.classifier, ensemble.init = stored.options["classifier"], stored.options["init"]
         ensemble.optimize_masks = bool(stored.options["optimize_masks"])
         ensemble.fill(stored)

@@ -67,9 +67,6 @@ class Prune(Phase):
 
     name = "prune"
 
-    def __init__(self, literal_gradient: bool = False) -> None:
-        self.literal_gradient = literal_gradient
-
     def trains(self, role: Role) -> bool:
         """Train private tensors, beside the scores."""
         return role is Role.PRIVATE
@@ -81,7 +78,7 @@ class Prune(Phase):
         if free.shape != scores.shape:  # one score per kernel or block: its length
             scores = gathered(scores.square(), free.shape).sqrt()
         largest = scores.abs().masked_fill(~free, 0.0).max().clamp_min(torch.finfo(torch.float32).tiny)
-        return TopK(scores / largest, free, partition.budget(name, member), self.literal_gradient)
+        return TopK(scores / largest, free, partition.budget(name, member))
 
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
         """Give the member the weights of the largest scores."""
