@@ -1,5 +1,6 @@
 """The native kernels against torch's dense layers, and the way their library is found, compiled and loaded."""
 
+import ctypes
 import os
 import shutil
 import stat
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plures.errors import PluresError
-from plures.native import build, library
+from plures.native import build, library, training
 from plures.native.lists import Lists, block_lists, kernel_lists
 from plures.native.operators import affine, block, block_linear, convolution, linear, unblock
 
@@ -200,7 +201,7 @@ def test_operators_pass_torchs_own_checks():
     blocked = block(x, 3, 1)
     settings_of = ((3, 3), (1, 1), (1, 1), *lists[3:], True)
     torch.library.opcheck(convolution.default, (blocked, None, *lists[:3], bias, *settings_of), test_utils=tests)
-    torch.library.opcheck(block.default, (x, 3, 4), test_utils=tests)
+    torch.library.opcheck(block.default, (x, 3, library.load().lanes), test_utils=tests)
     torch.library.opcheck(unblock.default, (blocked, 9), test_utils=tests)
     torch.library.opcheck(affine.default, (blocked, torch.ones(3, 10), torch.ones(3, 10), True), test_utils=tests)
     weight = torch.randn(9, 10, generator=generator(0))
@@ -234,6 +235,135 @@ def test_wrong_activations_are_refused(wrong):
     blocked = wrong(block(x, 3, 1))
     with pytest.raises(PluresError):
         convolution(blocked, None, *lists[:3], bias, (3, 3), (1, 1), (1, 1), *lists[3:], True)
+
+
+HOSTILE_NUMBERS = st.sampled_from([-(2**40), -1, 0, 1, 2, 3, 8, 64, 2**16, 2**31, 2**40])
+DAMAGES = {
+    "dtype": lambda t: t.double() if t.is_floating_point() else t.long(),
+    "half": lambda t: t.half(),
+    "meta": lambda t: t.to("meta"),
+    "shorter": lambda t: t[:-1],
+    "empty": lambda t: t[:0],
+    "dimensions": lambda t: t[None],
+    "flat": lambda t: t.flatten(),
+    "strides": lambda t: torch.stack([t, t], -1)[..., 0],
+    "sparse": lambda t: t.to_sparse(),
+    "negative": lambda t: torch.full_like(t, -1),
+    "large": lambda t: torch.full_like(t, 2**15 - 1),
+    "one more": lambda t: t + 1,
+    "reversed": lambda t: t.flip(-1),
+    "gradient": lambda t: t.clone().requires_grad_() if t.is_floating_point() else t.double(),
+}
+
+
+def valid_calls() -> dict[str, tuple[object, list[object], list[int]]]:
+    """Each operator with right arguments, and the places of the tensors that a kernel's addresses depend on."""
+    x, lists, bias = layer_of()
+    weight = torch.randn(9, 70, generator=generator(0))
+    rows = torch.randn(3, 4, 70, generator=generator(1))
+    single = kernel_lists(weight, drawn_owners((9, 70), 3, 0), [0, 1, 2])
+    blocks = block_lists(weight, drawn_owners((2, 70), 3, 0), [0, 1, 2])
+    blocked = block(x, 3, library.load().lanes)
+    of_convolution = [blocked, None, *lists[:3], bias, [3, 3], [1, 1], [1, 1], *lists[3:], True]
+    return {
+        "convolution": (convolution, of_convolution, [2, 3]),
+        "linear": (linear, [rows, *single[:3], torch.zeros(3, 9), *single[3:5], True], [1, 2]),
+        "block_linear": (block_linear, [rows, *blocks[:3], torch.zeros(3, 9), *blocks[3:5], True], [1, 2]),
+        "block": (block, [x, 3, library.load().lanes], []),
+        "unblock": (unblock, [blocked, 9], []),
+        "affine": (affine, [blocked, torch.ones(3, 10), torch.zeros(3, 10), False], []),
+    }
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_wrong_arguments_are_refused_or_make_no_difference(data):
+    """No argument lets a kernel read or write beyond a buffer: it is refused, or it means what torch says it means."""
+    name = data.draw(st.sampled_from(list(valid_calls())))
+    operator, right, lists = valid_calls()[name]
+    place = data.draw(st.integers(0, len(right) - 1))
+    wrong = list(right)
+    if isinstance(right[place], Tensor):
+        damage = data.draw(st.sampled_from(list(DAMAGES)))
+        wrong[place] = DAMAGES[damage](right[place])
+    elif isinstance(right[place], list):
+        damage = str(wrong[place].__setitem__(0, data.draw(HOSTILE_NUMBERS)))
+    else:
+        damage = wrong[place] = None if right[place] is None else data.draw(HOSTILE_NUMBERS)
+    try:
+        found = operator(*wrong)
+    except (PluresError, RuntimeError) as error:  # torch itself refuses what is not in the schema
+        if isinstance(error, PluresError):
+            assert str(error).count(". ") == 0
+        return
+    expected = operator(*right)
+    if damage == "strides":
+        assert found.equal(expected)
+    assert found.is_meta or found.isfinite().all()
+    assert place not in lists or damage in ("flat", "reversed", "one more"), "lists that do not fit are refused"
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double])
+def test_every_tensor_of_a_layer_must_be_float32(convert):
+    for operator, right, _ in valid_calls().values():
+        for place, value in enumerate(right):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                with pytest.raises(PluresError, match="float32"):
+                    operator(*right[:place], convert(value), *right[place + 1 :])
+
+
+def test_lists_beyond_the_last_group_are_refused():
+    """The last group has six inputs only: what would be right in the others lies beyond the end."""
+    weight = torch.randn(9, 70, generator=generator(0))
+    lists = kernel_lists(weight, torch.zeros(9, 70, dtype=torch.uint8), [0])
+    assert lists.group == 64
+    lists.places[-1] = 6
+    with pytest.raises(PluresError, match="places must be below 6"):
+        linear(torch.randn(1, 4, 70), *lists[:3], torch.zeros(1, 9), *lists[3:5], False)
+    lists.places[-1] = 5
+    linear(torch.randn(1, 4, 70), *lists[:3], torch.zeros(1, 9), *lists[3:5], False)
+    lists.places[0] = 64  # after it was found right
+    with pytest.raises(PluresError, match="places must be below 64"):
+        linear(torch.randn(1, 4, 70), *lists[:3], torch.zeros(1, 9), *lists[3:5], False)
+
+
+def test_a_library_with_another_layout_is_refused(monkeypatch):
+    class Maps(ctypes.Structure):
+        _fields_ = (("values", ctypes.c_void_p),)
+
+    monkeypatch.setattr(library, "STRUCTURES", (Maps, *library.STRUCTURES[1:]))
+    with pytest.raises(library.UnavailableError, match="another layout of Maps"):
+        library.Library(library.load().path)
+
+
+@pytest.mark.parametrize("damage", ["dtype", "half", "meta", "shorter", "empty", "dimensions", "sparse"])
+def test_training_refuses_what_does_not_fit(damage):
+    lanes = library.load().lanes
+    x, weight, bias = torch.randn(2, 6, 5, 5, lanes), torch.randn(4, 6, 3, 3), torch.zeros(4)
+    mask = torch.rand(4, 6, generator=generator(0)) < 0.5
+    weight = weight * mask[..., None, None]
+    lists = training.lists_of(mask)
+    for place in range(3):
+        given = [x, weight, bias]
+        given[place] = DAMAGES[damage](given[place])
+        if (place, damage) not in ((0, "shorter"),):  # fewer images are fewer images
+            with pytest.raises(PluresError):
+                training.convolution(*given, lists, 1, (1, 1))
+    for place in range(4):
+        parts = list(lists)
+        for wrong in (DAMAGES[damage](parts[place]) if damage != "half" else parts[place].half(), parts[place] - 1):
+            parts[place] = wrong
+            with pytest.raises(PluresError):
+                training.convolution(x, weight, bias, training.KernelLists(*parts), 1, (1, 1))
+    for stride, padding in ((0, (1, 1)), (-1, (1, 1)), (2**40, (1, 1)), (1, (-1, 1)), (1, (2**40, 1))):
+        with pytest.raises(PluresError):
+            training.convolution(x, weight, bias, lists, stride, padding)
+    norm = torch.nn.BatchNorm2d(6)
+    if damage != "shorter":
+        with pytest.raises(PluresError):
+            training.norm(DAMAGES[damage](x), norm)
+    with pytest.raises(PluresError):
+        training.norm(x, norm, DAMAGES[damage](x))
 
 
 # ---- finding, compiling and loading ----

@@ -312,6 +312,22 @@ def test_what_the_engine_cannot_run_is_refused_with_what_to_do() -> None:
         trained(networks.mlp()).to("meta").engine("owned")
 
 
+@needs_library
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "meta"])
+def test_an_engine_in_another_type_or_place_is_refused(convert: str) -> None:
+    engine = trained(networks.mlp(), classifier="split").engine("owned")
+    images = networks.images(3)
+    expected = engine.predict(images).members
+    with pytest.raises(PluresError, match=r"the owned engine computes in float32 on the CPU.*unfolded"):
+        engine.to("meta") if convert == "meta" else getattr(engine, convert)()
+    assert engine.predict(images).members.equal(expected), "nothing has changed"
+    for module in engine.modules():  # past the engine, layer by layer
+        if module is not engine:
+            module.to("meta") if convert == "meta" else getattr(module, convert)()
+    with pytest.raises((PluresError, RuntimeError)):
+        engine.predict(images)
+
+
 def test_engine_without_library_is_refused_by_name_and_passed_over_otherwise(monkeypatch) -> None:
     monkeypatch.setenv("PLURES_NATIVE", "0")
     ensemble = trained(networks.mlp())

@@ -19,6 +19,12 @@ extern const Kernels kernels_portable;
 /* The library's builds differ in this number where their structures do. */
 int plures_interface(void) { return PLURES_INTERFACE; }
 
+/* The size of a structure, by its place in the order of Python's STRUCTURES: the library is used only if both agree. */
+int64_t plures_size(int which) {
+    const int64_t sizes[] = {sizeof(Maps), sizeof(Convolution), sizeof(BlockLinear), sizeof(Blocking), sizeof(Affine), sizeof(MaskedConvolution), sizeof(Norm)};
+    return sizes[which];
+}
+
 /* The best kernels that this CPU can run, or those asked for by name; NULL where it cannot run them. */
 const Kernels *plures_kernels(const char *wanted) {
 #ifdef HAVE_AVX512

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from plures.errors import PluresError
 from plures.native import build
+from plures.native.structures import STRUCTURES
 
-INTERFACE = 2  # PLURES_INTERFACE of owned.h
+INTERFACE = 3  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):
-    """Say why the native library cannot be had here, and what to do."""
+    """The native library is unavailable; the message says why, and what to do."""
 
 
 class Library:
@@ -30,6 +31,10 @@ class Library:
         self.functions = functions = ctypes.CDLL(str(path))
         if functions.plures_interface() != INTERFACE:
             raise UnavailableError(f"{path} has another interface; delete it")
+        functions.plures_size.restype = ctypes.c_int64
+        for place, structure in enumerate(STRUCTURES):
+            if functions.plures_size(place) != ctypes.sizeof(structure):
+                raise UnavailableError(f"{path} has another layout of {structure.__name__}; delete it")
         functions.plures_kernels.restype = functions.plures_instructions.restype = ctypes.c_void_p
         functions.plures_instructions.restype = ctypes.c_char_p
         functions.plures_kernels.argtypes = [ctypes.c_char_p]
@@ -44,7 +49,7 @@ class Library:
 
 
 def load() -> Library:
-    """Load the library, compiling it where need be; raise `UnavailableError` where that cannot be.
+    """Load the library, and compile it first if needed; raise `UnavailableError` if there is no way to do so.
 
     library = load()
     """
@@ -55,7 +60,7 @@ def load() -> Library:
 
 
 def why_unavailable() -> str | None:
-    """Say why the library cannot be had, or None where it can.
+    """Return why the library is unavailable, or None if it is available.
 
     reason = why_unavailable()
     """
@@ -91,7 +96,7 @@ def _load_once(setting: str) -> Library | UnavailableError:
 
 
 def cache_folder() -> Path:
-    """Give the folder of the user's cache that holds compiled libraries; refuse one that others may write to.
+    """Return the folder of the user's cache for compiled libraries; refuse one that other users can write to.
 
     path = cache_folder() / "library.so"
     """
@@ -122,7 +127,7 @@ def refuse_if_others_write(folder: Path) -> None:
 
 
 def _level_here() -> str:
-    """Name the best set of instructions that this CPU has, as far as the system reports."""
+    """Return the best set of instructions that this CPU reports."""
     info = Path("/proc/cpuinfo")
     flags: set[str] = set()
     if info.exists():

@@ -5,48 +5,29 @@ there are lanes lie side by side and fill the CPU's vectors; with one lane the p
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plures.errors import PluresError
-from plures.native.library import load
-
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-
-
-def _structure(name: str, pointers: str, longs: str, ints: str) -> type[ctypes.Structure]:
-    fields: list[tuple[str, Any]] = [(field, _POINTER) for field in pointers.split()]
-    fields += [(field, _LONG) for field in longs.split()]
-    fields += [(field, _INT) for field in ints.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-# As in owned.h, field by field.
-_Convolution = _structure(
-    "Convolution",
-    "input residual values bias starts places output",
-    "input_member_stride input_channel_stride input_pixel_stride output_channel_stride output_pixel_stride",
-    "members images channels height width outputs output_height output_width kernel_height kernel_width "
-    "stride_y stride_x padding_y padding_x lanes group whole relu",
+from plures.native.library import Library, load
+from plures.native.lists import BLOCK, MOST_PLACES
+from plures.native.structures import (
+    MOST,
+    Affine,
+    Blocking,
+    BlockLinear,
+    Convolution,
+    check_lists,
+    filled,
+    floats,
+    is_plain,
+    refuse_gradients,
 )
-_BlockLinear = _structure(
-    "BlockLinear",
-    "input values bias starts places output",
-    "input_member_stride",
-    "members rows inputs outputs group relu",
-)
-_Blocking = _structure(
-    "Blocking",
-    "plain blocked",
-    "image_stride channel_stride row_stride column_stride",
-    "images channels height width lanes",
-)
-_Affine = _structure(
-    "Affine", "input factor shift output", "input_member_stride", "members images channels pixels relu"
-)
+
+MOST_STEPS = 256  # the largest size, stride and padding of a kernel
 
 _LISTS = "Tensor starts, Tensor places, Tensor values, Tensor bias"
 _operators = torch.library.Library("plures", "DEF")  # type: ignore[no-untyped-call]
@@ -95,20 +76,28 @@ def _convolution(
     relu: bool,
 ) -> Tensor:
     library = load()
-    x = _ready(x, 6, bias, inputs)
+    pairs = len(kernel) == len(stride) == len(padding) == 2
+    if not pairs or not all(0 < n <= MOST_STEPS for n in (*kernel, *stride, *(n + 1 for n in padding))):
+        raise PluresError(
+            f"a kernel {tuple(kernel)} with the stride {tuple(stride)} and the padding {tuple(padding)} cannot run: "
+            f"use two numbers below {MOST_STEPS} each"
+        )
+    x, bias = _ready(x, 6, bias, inputs)
     members, outputs = bias.shape
     output = _convolved(x, bias, kernel, stride, padding)
     _, images, channels, height, width, lanes = x.shape
-    if min(output.shape) < 1 or lanes not in (1, library.lanes):
+    read = inputs * (3 * stride[0] + kernel[0]) * (3 * stride[1] + kernel[1]) * library.lanes  # by a tile of outputs
+    if min(output.shape) < 1 or lanes not in (1, library.lanes) or read >= MOST:
         raise PluresError(f"a kernel of {tuple(kernel)} cannot run over {tuple(x.shape)}")
+    refuse_gradients(residual)
     if residual is not None:
-        residual = residual.contiguous()
-        if residual.shape != output.shape or residual.dtype != torch.float32:
-            raise PluresError(f"the residual has the shape {tuple(residual.shape)}, not {tuple(output.shape)}")
-    _check_lists(
-        starts, places, values, members, -(-channels // group) * outputs, kernel[0] * kernel[1] if whole else 1
+        residual = floats("residual", residual, *output.shape)
+    taps = kernel[0] * kernel[1]
+    values = _checked(
+        starts, places, values, members, outputs, inputs, group, 1 if whole else taps, taps if whole else 1
     )
-    layer = _Convolution(
+    layer = filled(
+        Convolution,
         x.data_ptr(),
         None if residual is None else residual.data_ptr(),
         values.data_ptr(),
@@ -133,12 +122,13 @@ def _linear(
 ) -> Tensor:
     """Run a linear layer of single weights as a kernel of one tap over a map of one line: its pixels are the rows."""
     library = load()
-    x = _ready(x, 3, bias, inputs)
+    x, bias = _ready(x, 3, bias, inputs)
     members, outputs = bias.shape
     rows = x.shape[1]
     output = _rows(x, bias)
-    _check_lists(starts, places, values, members, -(-inputs // group) * outputs, 1)
-    layer = _Convolution(
+    values = _checked(starts, places, values, members, outputs, inputs, group, 1, 1)
+    layer = filled(
+        Convolution,
         *(x.data_ptr(), None, values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr()),
         output.data_ptr(),
         0 if x.shape[0] == 1 else x.stride(0),
@@ -146,7 +136,7 @@ def _linear(
         *(members, 1, inputs, 1, rows, outputs, 1, rows),
         *(1, 1, 1, 1, 0, 0, 1, group, True, relu),
     )
-    if rows:
+    if output.numel():
         _run(library.functions.plures_convolution, library.kernels, ctypes.byref(layer))
     return output
 
@@ -155,16 +145,17 @@ def _block_linear(
     x: Tensor, starts: Tensor, places: Tensor, values: Tensor, bias: Tensor, inputs: int, group: int, relu: bool
 ) -> Tensor:
     library = load()
-    x = _ready(x, 3, bias, inputs)
+    x, bias = _ready(x, 3, bias, inputs)
     members, outputs = bias.shape
     output = _rows(x, bias)
-    _check_lists(starts, places, values, members, -(-inputs // group) * -(-outputs // 8), 8)
-    layer = _BlockLinear(
+    values = _checked(starts, places, values, members, -(-outputs // BLOCK), inputs, group, 1, BLOCK)
+    layer = filled(
+        BlockLinear,
         *(x.data_ptr(), values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr(), output.data_ptr()),
         0 if x.shape[0] == 1 else x.stride(0),
         *(members, x.shape[1], x.shape[2], outputs, group, relu),
     )
-    if x.shape[1]:
+    if output.numel():
         _run(library.functions.plures_block_linear, library.kernels, ctypes.byref(layer))
     return output
 
@@ -175,40 +166,54 @@ def _blocked_shape(x: Tensor, members: int, lanes: int) -> list[int]:
 
 
 def _block(x: Tensor, members: int, lanes: int) -> Tensor:
-    functions = load().functions
-    if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.shape[0] % members:
+    library = load()
+    refuse_gradients(x)
+    fits = x.dim() == 4 and members > 0 and x.shape[0] % members == 0 and lanes in (1, library.lanes)
+    if not fits or not is_plain(x):
         raise PluresError(
-            f"images must be float32 on the CPU, [members * batch, channels, rows, columns], not {x.shape}"
+            f"images must be float32 on the CPU, [{members} members * batch, channels, rows, columns], in 1 or "
+            f"{library.lanes} lanes, not {x.dtype} {tuple(x.shape)} on {x.device} in {lanes} lanes"
         )
     output = x.new_empty(_blocked_shape(x, members, lanes))
-    for part, blocked in zip(x.chunk(members), output, strict=True):
-        layout = _Blocking(part.data_ptr(), blocked.data_ptr(), *part.stride(), *part.shape, lanes)
-        _run(functions.plures_block, ctypes.byref(layout), 0)
+    _relay(library, x, output, back=False)
     return output
 
 
 def _unblock(x: Tensor, images: int) -> Tensor:
-    functions = load().functions
-    x = x.contiguous()
-    members, _, channels, height, width, lanes = x.shape
+    library = load()
+    refuse_gradients(x)
+    x = floats("activations", x, *[None] * 6)
+    members, blocks, channels, height, width, lanes = x.shape
+    if lanes not in (1, library.lanes) or not (blocks - 1) * lanes < images <= blocks * lanes:
+        raise PluresError(f"{blocks} blocks of {lanes} lanes do not hold {images} images")
     output = x.new_empty(members * images, channels, height, width)
-    for part, blocked in zip(output.chunk(members), x, strict=True):
-        layout = _Blocking(part.data_ptr(), blocked.data_ptr(), *part.stride(), *part.shape, lanes)
-        _run(functions.plures_block, ctypes.byref(layout), 1)
+    _relay(library, output, x, back=True)
     return output
 
 
+def _relay(library: Library, plain: Tensor, blocked: Tensor, back: bool) -> None:
+    """Lay the images of each member side by side, or back."""
+    if not plain.numel():
+        return
+    for part, side_by_side in zip(plain.chunk(len(blocked)), blocked, strict=True):
+        places = (part.data_ptr(), side_by_side.data_ptr())
+        layout = filled(Blocking, *places, *part.stride(), *part.shape, blocked.shape[-1])
+        _run(library.functions.plures_block, ctypes.byref(layout), int(back))
+
+
 def _affine(x: Tensor, factor: Tensor, shift: Tensor, relu: bool) -> Tensor:
-    x = _ready(x, 6, factor, factor.shape[1])
+    x, factor = _ready(x, 6, factor, factor.shape[-1] if factor.dim() else 0)
     members, channels = factor.shape
-    if factor.shape != shift.shape:
-        raise PluresError(f"factors and shifts differ in shape: {tuple(factor.shape)} and {tuple(shift.shape)}")
+    shift = floats("shifts", shift, members, channels)
+    refuse_gradients(shift)
     output = x.new_empty(members, *x.shape[1:])
-    layer = _Affine(
+    layer = filled(
+        Affine,
         *(x.data_ptr(), factor.data_ptr(), shift.data_ptr(), output.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)),
         *(members, x.shape[1], channels, x.shape[3] * x.shape[4] * x.shape[5], relu),
     )
-    _run(load().functions.plures_affine, ctypes.byref(layer))
+    if output.numel():
+        _run(load().functions.plures_affine, ctypes.byref(layer))
     return output
 
 
@@ -233,6 +238,18 @@ def _fake_affine(x: Tensor, factor: Tensor, _shift: Tensor, _relu: bool) -> Tens
     return x.new_empty(factor.shape[0], *x.shape[1:])
 
 
+def _on_one_device(fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Refuse what is partly on the meta device: new tensors of a real one would hold whatever was in memory."""
+
+    def checked(*args: Any) -> Tensor:
+        devices = {str(argument.device) for argument in args if isinstance(argument, Tensor)}
+        if len(devices) > 1:
+            raise PluresError(f"the native library needs all tensors on the CPU, not on {', '.join(sorted(devices))}")
+        return fake(*args)
+
+    return checked
+
+
 for _name, _kernel, _fake in (
     ("convolution", _convolution, _fake_convolution),
     ("linear", _linear, _fake_linear),
@@ -241,28 +258,42 @@ for _name, _kernel, _fake in (
     ("unblock", _unblock, _fake_unblock),
     ("affine", _affine, _fake_affine),
 ):
-    _operators.impl(_name, _kernel, "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"plures::{_name}", _fake)
+    _operators.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # refuses others
+    torch.library.register_fake(f"plures::{_name}", _on_one_device(_fake))
 
 
-def _ready(x: Tensor, dimensions: int, of_members: Tensor, inputs: int) -> Tensor:
-    members = of_members.shape[0]
-    fits = x.dim() == dimensions and x.shape[0] in (1, members) and x.shape[2] == inputs
-    if not fits or x.dtype != torch.float32 or not x.is_cpu:
+def _ready(x: Tensor, dimensions: int, of_members: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
+    """Check activations, [members or 1, rows or blocks, inputs, ...], and a table [members, outputs]."""
+    refuse_gradients(x, of_members)
+    table = floats("table of members", of_members, None, None)
+    x = floats("activations", x, *(None, None, inputs, None, None, None)[:dimensions])
+    if len(table) < 1 or inputs < 1 or len(x) not in (1, len(table)):
+        raise PluresError(f"activations of {len(x)} members with {inputs} inputs do not fit {len(table)} members")
+    return x, table
+
+
+def _checked(
+    starts: Tensor,
+    places: Tensor,
+    values: Tensor,
+    members: int,
+    outputs: int,
+    inputs: int,
+    group: int,
+    named: int,
+    each: int,
+) -> Tensor:
+    """Check lists: one per member, group of inputs and output, whose entries name `named` places of each input."""
+    if not 1 <= group <= inputs or group * named > MOST_PLACES:
+        raise PluresError(f"groups of {group} do not fit a layer of {inputs} inputs")
+    groups = -(-inputs // group)
+    if starts.shape != (members, groups * outputs + 1) or places.dim() != 1:
         raise PluresError(
-            f"activations must be float32 on the CPU with {dimensions} dimensions, of 1 or {members} members and "
-            f"{inputs} inputs, not {x.dtype} {tuple(x.shape)} on {x.device}"
+            f"lists {tuple(starts.shape)} do not fit this layer: they must be ({members}, {groups * outputs + 1})"
         )
-    return x.contiguous()
-
-
-def _check_lists(starts: Tensor, places: Tensor, values: Tensor, members: int, lists: int, each: int) -> None:
-    entries = places.numel()
-    fits = starts.shape == (members, lists + 1) and starts.is_contiguous() and values.numel() == entries * each
-    if not fits:  # what the lists say is right by the way they are made
-        raise PluresError(
-            f"lists {tuple(starts.shape)} of {entries} entries do not fit this layer: ({members}, {lists + 1})"
-        )
+    refuse_gradients(values)
+    check_lists(starts, places, groups, group * named, (inputs - (groups - 1) * group) * named)
+    return floats("values", values, len(places), each)
 
 
 def _run(function: Any, *arguments: object) -> None:

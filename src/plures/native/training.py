@@ -13,32 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from plures.errors import PluresError
 from plures.native.library import load
-
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-
-
-class _Maps(ctypes.Structure):
-    _fields_ = (("values", _POINTER), ("channels", _INT), ("height", _INT), ("width", _INT))
-
-
-class _MaskedConvolution(ctypes.Structure):
-    _fields_ = (
-        *(("input", _Maps), ("output", _Maps)),
-        *((name, _POINTER) for name in ("weight", "bias", "starts", "places")),
-        *((name, _LONG) for name in ("output_stride", "input_stride")),
-        *((name, _INT) for name in ("blocks", "kernel_height", "kernel_width", "stride")),
-        *((name, _INT) for name in ("padding_y", "padding_x", "flipped")),
-    )
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("input", "residual", "weight", "bias", "gradient")),
-        *((name, _POINTER) for name in ("output", "mean", "variance")),
-        *((name, _POINTER) for name in ("to_residual", "to_input", "to_weight", "to_bias")),
-        *((name, _LONG) for name in ("blocks", "channels", "pixels")),
-        *(("epsilon", ctypes.c_double), ("relu", _INT), ("backward", _INT)),
-    )
+from plures.native.structures import MOST, Maps, MaskedConvolution, Norm, filled, floats, remember, was_checked
 
 
 def blocked(x: Tensor) -> Tensor:
@@ -46,8 +21,7 @@ def blocked(x: Tensor) -> Tensor:
 
     x = blocked(images)
     """
-    lanes = load().lanes
-    return torch.unflatten(x, 0, (-1, lanes)).permute(0, 2, 3, 4, 1).contiguous()
+    return torch.unflatten(x, 0, (-1, load().lanes)).permute(0, 2, 3, 4, 1).contiguous()
 
 
 def unblocked(x: Tensor) -> Tensor:
@@ -93,14 +67,38 @@ def convolution(
 
     Only these kernels get a gradient; all others get zero.
     """
+    lanes = load().lanes
+    x, weight = floats("images", x, *[None] * 4, lanes), floats("weight", weight, None, x.shape[1], None, None)
     outputs, inputs, *kernel = weight.shape
-    fits = x.dim() == 5 and x.shape[1] == inputs and lists.starts.numel() == outputs + 1
-    sides = [side + 2 * around - size + 1 for side, around, size in zip(x.shape[2:4], padding, kernel, strict=False)]
-    if not fits or min(sides) < 1 or x.shape[4] != load().lanes:
+    bias = None if bias is None else floats("bias", bias, outputs)
+    check_lists(lists, outputs, inputs)
+    sides = [side + 2 * around - size + 1 for side, around, size in zip(x.shape[2:4], padding, kernel, strict=True)]
+    numbers = (stride, *kernel, *(around + 1 for around in padding))
+    if min(*x.shape, *sides) < 1 or not all(0 < number <= 256 for number in numbers):
         raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape[1:4])}")
-    _refuse_others(x, weight, bias)
+    if inputs * (3 * stride + kernel[0]) * (3 * stride + kernel[1]) * 4 * lanes >= MOST:
+        raise PluresError(f"a weight {tuple(weight.shape)} with stride {stride} needs too much memory")
     result: Tensor = _Convolution.apply(x, weight, bias, lists, stride, padding)  # type: ignore[no-untyped-call]
     return result
+
+
+def check_lists(lists: KernelLists, outputs: int, inputs: int) -> None:
+    """Check that lists name kernels of a weight, [outputs, inputs, ...]; remember it until they change.
+
+    check_lists(lists_of(mask), *mask.shape)
+    """
+    if was_checked(lists, outputs, inputs):
+        return
+    for starts, places, rows, columns in ((*lists[:2], outputs, inputs), (*lists[2:], inputs, outputs)):
+        plain = all(
+            t.dtype == torch.int32 and t.is_cpu and t.is_contiguous() and t.dim() == 1 for t in (starts, places)
+        )
+        if not plain or len(starts) != rows + 1:
+            raise PluresError(f"the lists do not fit a weight of {outputs} outputs and {inputs} inputs")
+        grows = starts[0] >= 0 and starts[-1] <= len(places) and bool((starts.diff() >= 0).all())
+        if not grows or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < columns):
+            raise PluresError(f"the lists name kernels that a weight [{outputs}, {inputs}] does not have")
+    remember(lists, outputs, inputs)
 
 
 class _Convolution(torch.autograd.Function):
@@ -114,20 +112,19 @@ class _Convolution(torch.autograd.Function):
         stride: int,
         padding: tuple[int, int],
     ) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.settings = lists, stride, padding
         outputs, _, *kernel = weight.shape
         sides = [(x.shape[2 + i] + 2 * padding[i] - kernel[i]) // stride + 1 for i in (0, 1)]
         y = x.new_empty(len(x), outputs, *sides, x.shape[4])
+        ctx.output_shape = y.shape
         _run("plures_masked_sums", _layer(x, y, weight, lists[:2], stride, padding, bias=bias))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        gradient = gradients[0].contiguous()
+        gradient = floats("gradient", gradients[0], *ctx.output_shape)
         x, weight = ctx.saved_tensors
         lists, stride, padding = ctx.settings
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -170,11 +167,12 @@ def _layer(
     *,
     bias: Tensor | None = None,
     flipped: bool = False,
-) -> _MaskedConvolution:
+) -> Any:
     starts, places = lists
-    return _MaskedConvolution(
-        _Maps(x.data_ptr(), *x.shape[1:4]),
-        _Maps(y.data_ptr(), *y.shape[1:4]),
+    return filled(
+        MaskedConvolution,
+        filled(Maps, x.data_ptr(), *x.shape[1:4]),
+        filled(Maps, y.data_ptr(), *y.shape[1:4]),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         starts.data_ptr(),
@@ -188,12 +186,6 @@ def _layer(
     )
 
 
-def _refuse_others(*tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_cpu):
-            raise PluresError(f"the native library trains in float32 on the CPU, not {tensor.dtype} on {tensor.device}")
-
-
 def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Normalise blocked images by the statistics of the batch, as a layer in training does, and update its own.
 
@@ -201,11 +193,15 @@ def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, re
 
     The layer has weights, and running statistics with a momentum.
     """
-    if x.dim() != 5 or x.shape[1] != layer.num_features or (residual is not None and residual.shape != x.shape):
-        raise PluresError(f"a norm layer of {layer.num_features} channels cannot run over images {tuple(x.shape[1:4])}")
-    _refuse_others(x, residual, layer.weight, layer.bias)
+    channels = layer.num_features
+    x = floats("images", x, None, channels, None, None, load().lanes)
+    residual = None if residual is None else floats("shortcut", residual, *x.shape)
+    tables = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
+    weight, bias, *_ = (floats("norm layer", table, channels) for table in tables)
+    if min(x.shape) < 1:
+        raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:4])}")
     result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
-        x, residual, layer.weight, layer.bias, layer.eps, relu
+        x, residual, weight, bias, layer.eps, relu
     )
     count = x.numel() // x.shape[1]
     with torch.no_grad():
@@ -220,8 +216,6 @@ class _NormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float, relu: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-        residual = None if residual is None else residual.contiguous()
         y, mean, variance = torch.empty_like(x), torch.empty_like(bias), torch.empty_like(bias)
         given = [x, residual, weight, bias, None, y, mean, variance, None, None, None, None]
         _run("plures_norm", _norm(given, x, epsilon, relu, backward=False))
@@ -233,8 +227,8 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        gradient = gradients[0].contiguous()
         x, weight, mean, variance, *rest = ctx.saved_tensors
+        gradient = floats("gradient", gradients[0], *x.shape)
         epsilon, relu, added = ctx.settings
         y = rest[0] if relu else None
         passed = torch.empty_like(x) if relu else gradient
@@ -244,9 +238,9 @@ class _NormFunction(torch.autograd.Function):
         return to_x, passed if added else None, to_weight, to_bias, None, None
 
 
-def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> _Norm:
+def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> Any:
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
-    return _Norm(*pointers, len(x), x.shape[1], x[0, 0].numel(), epsilon, relu, backward)
+    return filled(Norm, *pointers, len(x), x.shape[1], x[0, 0].numel(), epsilon, relu, backward)
 
 
 def _run(function: str, layer: ctypes.Structure) -> None:

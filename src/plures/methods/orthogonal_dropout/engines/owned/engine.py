@@ -127,6 +127,12 @@ class Owned(Engine):
         return self._of_some[indices]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Owned":
+        probe = fn(torch.zeros(1))
+        if probe.dtype != torch.float32 or not probe.is_cpu:
+            raise PluresError(
+                f"the owned engine computes in float32 on the CPU, not in {probe.dtype} on {probe.device}: use "
+                'ensemble.engine("unfolded"), which can be converted and moved'
+            )
         self._of_some.clear()
         return super()._apply(fn, recurse)
 
