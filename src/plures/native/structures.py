@@ -71,7 +71,15 @@ Norm = _structure(
     (ctypes.c_double, "epsilon"),
     (_INT, "relu backward"),
 )
-STRUCTURES = (Maps, Convolution, BlockLinear, Blocking, Affine, MaskedConvolution, Norm)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    Maps,
+    Convolution,
+    BlockLinear,
+    Blocking,
+    Affine,
+    MaskedConvolution,
+    Norm,
+)
 
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:
@@ -127,7 +135,7 @@ def was_checked(tensors: Sequence[Tensor], *settings: int) -> bool:
 
     if not was_checked((starts, places), limit): ...
     """
-    references, known = _checked.get(tensors[0], ((), None))
+    references, known = _checked.get(tensors[0], ((), None))  # type: ignore[no-untyped-call]
     same = len(references) == len(tensors) and all(map(_refers, references, tensors))
     return same and known == _state(tensors, settings)
 

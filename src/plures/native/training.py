@@ -5,7 +5,7 @@ by side and fill the CPU's vectors.
 """
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, re
     x = floats("images", x, None, channels, None, None, load().lanes)
     residual = None if residual is None else floats("shortcut", residual, *x.shape)
     tables = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
-    weight, bias, *_ = (floats("norm layer", table, channels) for table in tables)
+    weight, bias, *_ = (floats("norm layer", cast(Tensor, table), channels) for table in tables)
     if min(x.shape) < 1:
         raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:4])}")
     result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
