@@ -14,7 +14,7 @@ WIDE = 400  # columns in which no line of help is broken
 
 
 def commands() -> str:
-    """Write the reference of all commands.
+    """Return the reference of all commands.
 
     print(commands())
     """
@@ -27,7 +27,7 @@ def commands() -> str:
 
 @cache
 def help_of(*command: str) -> str:
-    """Ask a command for its help, in lines so long that none is broken.
+    """Return the help of a command, in lines so long that none is broken.
 
     help_of("train")
     """
@@ -39,7 +39,7 @@ def help_of(*command: str) -> str:
 
 
 def options(text: str) -> Iterator[tuple[str, str]]:
-    """Read arguments and what they mean from the boxes of a help text."""
+    """Yield arguments and their meanings from the boxes of a help text."""
     name, meaning = "", ""
     for line in text.splitlines():
         inside = re.fullmatch(r"│ (.*?)\s*│", line.strip())
@@ -61,14 +61,14 @@ def _section(name: str, text: str) -> str:
 
 
 def _about(text: str) -> list[str]:
-    """Give what stands between usage and boxes: text, with the lines of examples as code."""
+    """Return the text between usage and boxes, with the lines of examples as code."""
     before = re.split(r"^╭", text, maxsplit=1, flags=re.MULTILINE)[0]
     paragraphs = [part for part in before.strip().split("\n\n") if not part.startswith("usage:")]
     return [_indented(part) if "\n  " in part else part for part in paragraphs]
 
 
 def _indented(paragraph: str) -> str:
-    """Show commands and columns as code, and other indented lines as text under a title."""
+    """Return commands and columns as code, and other indented lines as text under a title."""
     title, *lines = paragraph.splitlines()
     if any(re.match(r"  (plures|accelerate) |.*\S {2,}\S", line) for line in lines):
         return "\n".join([title, "", "```text", *(line.removeprefix("  ") for line in lines), "```"])

@@ -2,7 +2,7 @@
 
     python docs/make/evidence.py --data-dir data                           # what is missing, the most important first
     python docs/make/evidence.py --data-dir data --only table3             # only the runs of some tables
-    python docs/make/evidence.py --data-dir data --folder ensemble/seed-1  # only runs with such folders
+    python docs/make/evidence.py --data-dir data --folder ensemble/seed-1  # only runs whose folders contain this
     python docs/make/evidence.py --tables                                  # make no run; tables of what there is
 
 `WANTED` lists the runs. The figures of a finished run are kept in docs/results/runs, in the layout of run folders:
@@ -19,12 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 
-import cheaper
 import classifiers
 import store
 from plures.errors import PluresError
@@ -59,11 +57,11 @@ class Wanted:
     images: ClassVar[store.Images] = "metrics"
 
     def jobs(self, runs: Path) -> list[Job]:
-        """List the runs."""
+        """Return the runs."""
         return Comparison(self.recipe, store.recipe_of(self.recipe), self.variants, self.seeds).jobs(runs)
 
     def write(self) -> int:
-        """Write the table of all runs that were kept for it, and say how many they are."""
+        """Write the table of all runs that were kept for it, and return their number."""
         return write(self.table)
 
 
@@ -71,7 +69,6 @@ class Wanted:
 class HeldOut:
     """Runs that a table of held-out images needs; all of its rows, if none is named."""
 
-    kind: ModuleType
     recipe: str
     seeds: tuple[int, ...] = (0,)
     rows: tuple[str, ...] = ()
@@ -80,24 +77,23 @@ class HeldOut:
     @property
     def table(self) -> str:
         """The name of the table."""
-        return f"{self.kind.__name__}-{self.recipe}"
+        return f"classifiers-{self.recipe}"
 
     def jobs(self, runs: Path) -> list[Job]:
-        """List the runs."""
-        every: dict[str, list[Job]] = self.kind.jobs_of(self.recipe, self.seeds, runs)
+        """Return the runs."""
+        every = classifiers.jobs_of(self.recipe, self.seeds, runs)
         return [job for row in self.rows or every for job in every[row]]
 
     def write(self) -> int:
-        """Write the table of all runs that were kept for it, and say how many they are."""
+        """Write the table of all runs that were kept for it, and return their number."""
         seeds = {seed for one in WANTED if one.table == self.table for seed in one.seeds}
-        return int(self.kind.write(self.recipe, sorted(seeds)))
+        return classifiers.write(self.recipe, sorted(seeds))
 
 
 # The most important first: the claim itself with three seeds, whether it holds elsewhere, what the parts contribute.
 WANTED: tuple[Wanted | HeldOut, ...] = (
-    HeldOut(classifiers, "digits", (0, 1)),
-    HeldOut(classifiers, "digits-resnet", (0, 1, 2)),
-    HeldOut(cheaper, "digits-resnet", (0, 1, 2)),
+    HeldOut("digits", (0, 1)),
+    HeldOut("digits-resnet", (0, 1, 2)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (SPLIT, DEEP, SINGLE), (0, 1, 2)),
     Wanted("table1-cifar100-cpu", "cifar100-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
     Wanted("table1-tiny-imagenet-cpu", "tiny-imagenet-cpu", (SINGLE, DEEP, PACKED, AS_PUBLISHED)),
@@ -109,16 +105,14 @@ WANTED: tuple[Wanted | HeldOut, ...] = (
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (PACKED, AS_PUBLISHED), (0, 1, 2)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (BATCH,), (0, 1, 2)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", METHODS),
-    HeldOut(classifiers, "cifar10-cpu"),
-    HeldOut(classifiers, "cifar100-cpu"),
-    HeldOut(classifiers, "cifar100-cpu", (1,), ("split", "private")),  # which is the better default for large layers
+    HeldOut("cifar10-cpu"),
+    HeldOut("cifar100-cpu"),
+    HeldOut("cifar100-cpu", (1,), ("split", "private")),  # which is the better default for large layers
     # Beside "as published": kernels and single weights, with everything else alike.
     Wanted("table3-cifar10-cpu", "cifar10-cpu", (KERNELS,), (0, 1, 2)),
-    HeldOut(cheaper, "cifar10-cpu", rows=("split from one parent, a quarter",)),
     Wanted("table1-cifar100-cpu", "cifar100-cpu", (SPLIT,)),
     Wanted("table1-tiny-imagenet-cpu", "tiny-imagenet-cpu", (SPLIT,)),
     Wanted("table1-cub200-cpu", "cub200-cpu", (SPLIT,)),
-    HeldOut(cheaper, "cifar10-cpu"),
 )
 
 
@@ -135,17 +129,16 @@ def main(words: Sequence[str] | None = None) -> None:
     wanted = chosen(asked.only)
     if not wanted:
         parser.error(f"--only takes the beginnings of {', '.join(dict.fromkeys(one.table for one in WANTED))}")
-    runs = asked.runs.resolve()  # a run that starts from another one names it so
-    jobs = [(job, one.images) for one in wanted for job in one.jobs(runs)]
+    jobs = [(job, one.images) for one in wanted for job in one.jobs(asked.runs)]
     missing = unique(job for job, images in jobs if store.read(job, images) is None)
-    missing = [job for job in missing if any(part in str(job.run.relative_to(runs)) for part in asked.folder)]
+    missing = [job for job in missing if any(part in str(job.run.relative_to(asked.runs)) for part in asked.folder)]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the processes of runs find the networks of this folder
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [HERE, *known])))
     failures: dict[Path, str] = {}
     try:
-        for due in [] if asked.tables else turns(missing, runs):
-            failures |= make_runs(due, asked.jobs, asked.data_dir, "here")
-    finally:  # even if somebody lost patience
+        if missing and not asked.tables:
+            failures |= make_runs(missing, asked.jobs, asked.data_dir, "here")
+    finally:  # also if it was interrupted
         for job in filter(is_done, missing):
             with noted(failures, job):
                 store.keep(job, asked.data_dir)
@@ -164,31 +157,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def chosen(names: Sequence[str]) -> list[Wanted | HeldOut]:
-    """List what is wanted for tables whose names begin in these ways, or are one of these."""
+    """Return what is wanted for tables whose names begin with one of these, or are one of these."""
     exact = {one.table for one in WANTED} & set(names)
     others = tuple(name for name in names if name not in exact)
     return [one for one in WANTED if one.table in exact or one.table.startswith(others)]
-
-
-def turns(missing: Sequence[Job], runs: Path) -> list[list[Job]]:
-    """List the runs to make in their order, one turn after the other: what starts from a run waits for it.
-
-    A run that others start from is made just before the first of them, whether or not its figures were kept.
-    """
-    every = {str(job.run): job for one in WANTED for job in one.jobs(runs)}
-    made: list[list[Job]] = [[]]
-    for job in missing:
-        before = [one for turn in made for one in turn]
-        if job in before:
-            continue
-        if job.recipe.weights is not None:
-            parent = every[job.recipe.weights]
-            if parent not in before:
-                made.append([parent])
-            if parent in made[-1]:
-                made.append([])
-        made[-1].append(job)
-    return list(filter(None, made))
 
 
 @contextmanager
@@ -210,7 +182,7 @@ class Kept(Finished):
 
 
 def write(name: str) -> int:
-    """Write a table of all runs on test images that were kept for it, and say how many they are."""
+    """Write a table of all runs on test images that were kept for it, and return their number."""
     wanted = [one for one in WANTED if isinstance(one, Wanted) and one.table == name]
     recipe, target = wanted[0].recipe, TARGETS.get(name.partition("-")[0], TARGETS["table1"])
     paper = (target.paper or TABLE1).get(paper_data(store.recipe_of(recipe).data), {})
@@ -243,14 +215,14 @@ def write(name: str) -> int:
 
 
 def paper_name(variant: Variant) -> str:
-    """Say which row of the paper's table 1 has the same form; our own default has none."""
+    """Return the row of the paper's table 1 that has the same form; our own default has none."""
     if variant == AS_PUBLISHED:
         return variant.method
     return "" if variant.settings or variant.method == AS_PUBLISHED.method else variant.method
 
 
 def measured_on(rows: Sequence[Row], jobs: Sequence[Job]) -> dict[str, str]:
-    """Say on which machines the costs of which rows were measured."""
+    """Return on which machines the costs of which rows were measured."""
     found: dict[str, list[str]] = {}
     for row, job in zip(rows, jobs, strict=True):
         if about_costs := store.costs_document(job):
@@ -259,7 +231,7 @@ def measured_on(rows: Sequence[Row], jobs: Sequence[Job]) -> dict[str, str]:
 
 
 def about(name: str, rows: Sequence[Row]) -> dict[str, str]:
-    """Say how the rows came about, and which have fewer seeds than others."""
+    """Return how the rows were made, and which have fewer seeds than others."""
     most = max(len(row.runs) for row in rows)
     fewer = [f"{row.name} ({', '.join(str(run.seed) for run in row.runs)})" for row in rows if len(row.runs) < most]
     return {

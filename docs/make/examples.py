@@ -1,4 +1,4 @@
-"""Find the examples in docstrings. The site and the tests both ask here, so that they see the same ones."""
+"""Find the examples in docstrings, for the site and for the tests."""
 
 import ast
 import re
@@ -22,8 +22,8 @@ def blocks(docstring: str) -> list[Block]:
 
         blocks("Add one.\n\n>>> add_one(1)\n2")  # [Block("text", "Add one."), Block("doctest", ">>> ...")]
 
-    Indented paragraphs are code, and so is the second paragraph where it can be read as Python: the formatter takes the
-    indentation away where nothing but the example follows the summary.
+    Indented paragraphs are code, and so is the second paragraph if it is valid Python: the formatter removes the
+    indentation if nothing but the example follows the summary.
     """
     found: list[Block] = []
     for index, paragraph in enumerate(cleandoc(docstring).split("\n\n")):
@@ -36,12 +36,12 @@ def blocks(docstring: str) -> list[Block]:
 
 
 def examples(docstring: str) -> Iterator[str]:
-    """Give the examples that are no doctests."""
+    """Return the examples that are no doctests."""
     return (text for kind, text in blocks(docstring) if kind == "code")
 
 
 def as_restructured_text(docstring: str) -> str:
-    """Write a docstring as the site wants it: examples are code."""
+    """Return a docstring for the site: examples are code."""
     return "\n\n".join(_marked(block) for block in blocks(docstring))
 
 

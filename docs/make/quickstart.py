@@ -29,7 +29,7 @@ Make = Callable[[nn.Module, int], plures.Ensemble]
 
 
 def split(classifier: str | None) -> Make:
-    """Split with one form of the classifier."""
+    """Return a function that splits a network with one form of the classifier."""
     return lambda network, seed: plures.OrthogonalDropout(network, members=5, classifier=classifier, seed=seed)
 
 
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def figures(make: Make, epochs: int, seed: int) -> list[float]:
-    """Train as the README does, and give accuracy, NLL and mean confidence on digits that were held out."""
+    """Train as the README does, and return accuracy, NLL and mean confidence on held-out digits."""
     (pixels, labels), (held_out, answers) = digits(seed)
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -85,7 +85,7 @@ def figures(make: Make, epochs: int, seed: int) -> list[float]:
 
 
 def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Give digits to train on, and digits to measure on; the test digits of the test are in neither."""
+    """Return digits to train on and digits to measure on; the digits of the test are in neither."""
     pixels, labels = load_digits(return_X_y=True)
     pixels, _, labels, _ = train_test_split(pixels / 16, labels, test_size=450, random_state=0, stratify=labels)
     parts = train_test_split(pixels, labels, test_size=449, random_state=seed, stratify=labels)
@@ -94,7 +94,7 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def cell(found: Sequence[Sequence[float]]) -> str:
-    """Write accuracy, NLL with its spread, and mean confidence."""
+    """Return accuracy, NLL with its spread, and mean confidence as one cell."""
     accuracy, nll, sure = (list(column) for column in zip(*found, strict=True))
     spread = f" ± {statistics.stdev(nll):.3f}" if len(nll) > 1 else ""
     return f"{statistics.mean(accuracy):.1f} / {statistics.mean(nll):.3f}{spread} / {statistics.mean(sure):.2f}"

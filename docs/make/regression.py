@@ -1,4 +1,4 @@
-"""Make what docs/guide/regression.md shows: the picture of one dimension, and the table of the diabetes data.
+"""Make the figure and the table of docs/guide/regression.md.
 
 python docs/make/regression.py
 """
@@ -21,7 +21,7 @@ from plures import metrics
 
 DOCS = Path(__file__).parent.parent
 SEEDS = range(5)
-STEPS = {"wave": 300, "diabetes": 40}  # so few patients are soon learned by heart
+STEPS = {"wave": 300, "diabetes": 40}  # more steps overfit the few patients
 matplotlib.rcParams |= {"svg.hashsalt": "plures", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def forecaster(features: int, width: int, seed: int) -> plures.Ensemble:
-    """Split a small network of three layers, trained by likelihood."""
+    """Return a small network of three layers, split, to be trained by likelihood."""
     torch.manual_seed(seed)
     layers = nn.Linear(features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
     return plures.OrthogonalDropout(nn.Sequential(*layers), members=5, loss=plures.GaussianNLL(), seed=seed)
@@ -56,7 +56,7 @@ def train(ensemble: plures.Ensemble, x: Tensor, y: Tensor, steps: int) -> plures
 
 
 def draw(path: Path) -> None:
-    """Draw a wave that was seen between -2 and 2 only."""
+    """Draw predictions of a wave that was seen between -2 and 2 only."""
     random = torch.Generator().manual_seed(0)
     x = 4 * torch.rand(200, 1, generator=random) - 2
     y = torch.sin(2 * x) + (0.05 + 0.08 * (x + 2)) * torch.randn(200, 1, generator=random)
@@ -102,7 +102,7 @@ def table() -> str:
 
 
 def measured(mean: Tensor, std: Tensor, targets: Tensor) -> list[float]:
-    """Give RMSE, NLL and CRPS, in standard deviations of the training targets."""
+    """Return RMSE, NLL and CRPS, in standard deviations of the training targets."""
     return [
         metrics.rmse(mean, targets),
         metrics.gaussian_nll(mean, std, targets),
@@ -111,7 +111,7 @@ def measured(mean: Tensor, std: Tensor, targets: Tensor) -> list[float]:
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """Write mean and standard deviation."""
+    """Return mean and standard deviation."""
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 

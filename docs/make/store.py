@@ -1,4 +1,4 @@
-"""The figures of finished runs, in docs/results/runs: what one machine has measured, another need not make again.
+"""The figures of finished runs, in docs/results/runs: another machine does not make these runs again.
 
 Figures count for a run of today if recipe and options are the same.
 """
@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 
-from held_out import figures
 from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
@@ -21,32 +21,34 @@ from plures.lab.compare import table
 from plures.lab.compare.compare import refuse_others
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.rows import Finished
-from plures.lab.data import DataInfo
+from plures.lab.data import DataInfo, Split
+from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe, get_recipe
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import data_for, described, ensemble_for, network_for
+from plures.lab.runs.open import Run, data_for, described, ensemble_for, network_for, open_run
 from plures.lab.timing.costs import Costs, costs_of
 from plures.lab.timing.machine import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
 Images = Literal["metrics", "held_out"]  # of the test, or neither trained nor tested on
 Kept = Any  # the JSON document of a run
+MOST = 10_000  # held-out images: more take long and change little
 
 
 def recipe_of(name: str) -> Recipe:
-    """Give a recipe in full precision: rows of one table compute alike, whether or not a processor has bf16."""
+    """Return a recipe in full precision, so that all rows of a table are computed alike, with or without bf16."""
     return replace(get_recipe(name), precision="no")
 
 
 def path_of(job: Job) -> Path:
-    """Say where the figures of a run are kept."""
+    """Return where the figures of a run are kept."""
     return RESULTS / "runs" / job.recipe_name / job.variant.folder / f"seed-{job.recipe.seed}.json"
 
 
 def read(job: Job, images: Images) -> Kept | None:
-    """Read what was kept of a run; None if there is nothing, of another recipe or options, or not on these images."""
+    """Return what was kept of a run; None if there is nothing of this recipe, these options and these images."""
     path = path_of(job)
     if not path.is_file():
         return None
@@ -72,7 +74,7 @@ def keep(job: Job, data_dir: Path | None) -> None:
         "precision": run.config["environment"]["precision"],
         "machine": _described(machine() | _versions(run.config["environment"])),
         "metrics": {key: run.metrics[key] for key in (*table.FILED, "member_accuracies") if key in run.metrics},
-        "held_out": figures(job.run, data_dir),
+        "held_out": held_out_figures(job.run, data_dir),
         "stages": [[phase, member, len(list(records))] for (phase, member), records in stages],
     }
     before = json.loads(path.read_text()) if path.is_file() else {}
@@ -82,8 +84,25 @@ def keep(job: Job, data_dir: Path | None) -> None:
     files.write_json(path, document)
 
 
+def held_out_figures(folder: Path, data_dir: Path | None) -> dict[str, Any]:
+    """Measure a run on images that it was neither trained nor tested on, and its file."""
+    run = open_run(folder)
+    members, targets = predictions(run.ensemble, held_out_images(run, data_dir))
+    return scores(members, targets) | {"bytes": (folder / "ensemble.safetensors").stat().st_size}
+
+
+def held_out_images(run: Run, data_dir: Path | None) -> Split:
+    """Return the training images that a run did not train on: those for validation, and those beyond its limit."""
+    used = run.data(data_dir)
+    every = data_for(replace(run.recipe, limit=None, validation=0), data_dir).train
+    rest = np.flatnonzero(~np.isin(every.rows, used.train.rows))[:MOST]
+    if not len(rest):  # the data bring validation images of their own
+        return used.validation
+    return Split("held-out", used.info, every.pixels, every.rows[rest], every.labels[rest])
+
+
 def keep_costs(job: Job, data_dir: Path | None) -> None:
-    """Measure what a method costs, if that was not done yet: best on an idle machine. It depends on no seed."""
+    """Measure the costs of a method, if that was not done yet: best on an idle machine. They depend on no seed."""
     if kept_costs(job) is None:
         info = data_for(job.recipe, data_dir).info
         found = vars(costs_of(*_untrained(job, info), job.recipe, info))
@@ -92,13 +111,13 @@ def keep_costs(job: Job, data_dir: Path | None) -> None:
 
 
 def kept_costs(job: Job) -> Costs | None:
-    """Read what was measured of a method's costs; None if that was not done, or with another recipe or options."""
+    """Return the costs of a method; None if they were not measured with this recipe and these options."""
     found = costs_document(job)
     return None if found is None else Costs(**{one.name: found[one.name] for one in fields(Costs)})
 
 
 def costs_document(job: Job) -> Kept | None:
-    """Read a method's costs with the machine that they were measured on; None as `kept_costs` has it."""
+    """Return the costs of a method with the machine that measured them; None as in `kept_costs`."""
     if not _costs_path(job).is_file():
         return None
     found = json.loads(_costs_path(job).read_text())
@@ -107,13 +126,13 @@ def costs_document(job: Job) -> Kept | None:
 
 
 def seeds_of(job: Job) -> tuple[int, ...]:
-    """List the seeds of a method that something was kept of."""
+    """Return the seeds of a method of which figures were kept."""
     found = path_of(job).parent.glob("seed-*.json")
     return tuple(sorted(int(path.stem.removeprefix("seed-")) for path in found))
 
 
 def machines(documents: Iterable[Kept]) -> str:
-    """Describe the machines that made some runs, each once."""
+    """Return the machines that made some runs, each once."""
     return "; ".join(dict.fromkeys(f"{one['machine']}, precision {one['precision']}" for one in documents))
 
 
@@ -126,13 +145,13 @@ def refuse_other_data(name: str, documents: Iterable[Kept]) -> None:
 
 
 def remove(name: str) -> None:
-    """Remove a table of which no run counts any more."""
+    """Remove a table without runs."""
     for path in RESULTS.glob(f"{name}.*"):
         path.unlink()
 
 
 def _is_of_today(found: Kept, job: Job) -> bool:
-    """Compare as run folders do: a setting that is new, and None, changes nothing."""
+    """Return whether figures are of this recipe and these options: a new setting that is None changes nothing."""
     if differences({"recipe": found["recipe"]}, {"recipe": _recipe(job)}):
         return False
     stored = found["options"]  # a method may store an option in another form
@@ -140,7 +159,7 @@ def _is_of_today(found: Kept, job: Job) -> bool:
 
 
 def _options(job: Job) -> dict[str, Any]:
-    """Give the options of a method that are known without its network."""
+    """Return the options of a method that are known without its network."""
     method = method_class(job.variant.method)
     parameters = inspect.signature(method).parameters.values()
     defaults = {one.name: one.default for one in parameters if one.default not in (None, one.empty)}
@@ -148,16 +167,13 @@ def _options(job: Job) -> dict[str, Any]:
 
 
 def _small(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what follows from the recipe and the network."""
+    """Return options without those that follow from the recipe and the network."""
     return {name: value for name, value in options.items() if name not in ("members", "seed", "init", "roles", "loss")}
 
 
 def _recipe(job: Job) -> Any:
-    """Give a recipe as it is kept: a run that it starts from is called as in every folder of runs."""
-    values = json.loads(json.dumps(job.recipe.as_json()))
-    if values["weights"] is not None:
-        values["weights"] = "/".join(Path(values["weights"]).parts[-3:])
-    return values
+    """Return a recipe as it is kept."""
+    return json.loads(json.dumps(job.recipe.as_json()))
 
 
 def _seedless(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +193,6 @@ def _described(about: Mapping[str, Any]) -> str:
 
 
 def _untrained(job: Job, info: DataInfo) -> tuple[Ensemble, nn.Module]:
-    """Build the ensemble of a run, and the network that it is made of."""
+    """Return the ensemble of a run, untrained, and its network."""
     network = network_for(job.recipe, len(info.classes), info.channels, info.size)
     return ensemble_for(job.recipe, job.variant.method, job.variant.settings, network), network

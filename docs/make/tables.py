@@ -11,7 +11,7 @@ PLACE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def main() -> None:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks."""
     page = DOCS / "results.md"
     page.write_text(included(page.read_text()))
 
@@ -22,7 +22,7 @@ def included(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Read a table, or say that it was not made yet."""
+    """Return a table, or the words that it was not made yet."""
     path = DOCS / "results" / f"{name}.md"
     return path.read_text() if path.is_file() else "Not measured yet.\n"
 

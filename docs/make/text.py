@@ -1,4 +1,4 @@
-"""Measure what becomes of a text network's embeddings: private, split, or shared; from scratch and pre-trained.
+"""Measure the roles of a text network's embeddings: private, split or shared; from scratch and pre-trained.
 
     python docs/make/text.py --seeds 3
 
@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def rows(seed: int) -> Iterator[tuple[str, list[float]]]:
-    """Train one network and all forms of a split one, and give their figures."""
+    """Train one network and all forms of a split one, and yield their figures."""
     texts, labels = corpus()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     test, training = order[: len(order) // 4], order[len(order) // 4 :]
@@ -92,7 +92,7 @@ def rows(seed: int) -> Iterator[tuple[str, list[float]]]:
 
 
 def trained(ensemble: plures.Ensemble, texts: Tensor, labels: Tensor, seed: int) -> plures.Ensemble:
-    """Train every stage for as many epochs, but the scores for a fifth of them."""
+    """Train every stage for the same number of epochs; the scores for a fifth of it."""
     random = torch.Generator().manual_seed(seed)
     for stage in ensemble.stages():
         epochs = EPOCHS // 5 if stage.phase == "prune" else EPOCHS
@@ -108,7 +108,7 @@ def trained(ensemble: plures.Ensemble, texts: Tensor, labels: Tensor, seed: int)
 
 
 def figures(ensemble: plures.Ensemble, texts: Tensor, labels: Tensor) -> list[float]:
-    """Measure accuracy, NLL and ECE, and the file in files of the plain network."""
+    """Return accuracy, NLL, ECE and the size of the file relative to the plain network."""
     probabilities = ensemble.predict(texts).probabilities
     size = sum(tensor.nbytes for tensor in ensemble.tensors().values()) / ensemble.plain_bytes
     found = [measure(probabilities, labels) for measure in (metrics.accuracy, metrics.nll, metrics.ece)]
@@ -116,7 +116,7 @@ def figures(ensemble: plures.Ensemble, texts: Tensor, labels: Tensor) -> list[fl
 
 
 def corpus() -> tuple[Tensor, Tensor]:
-    """Read the docstrings of the packages as numbers of words [texts, LENGTH], and the numbers of their packages."""
+    """Return the docstrings of the packages as numbers of words [texts, LENGTH], and the numbers of their packages."""
     folder = Path(os.__file__).parent
     found = [
         (re.findall(r"[a-z]{2,}", text.lower())[:LENGTH], number)
@@ -144,7 +144,7 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Write mean and standard deviation."""
+    """Return mean and standard deviation."""
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}"
 
 

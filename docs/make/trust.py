@@ -2,8 +2,8 @@
 
     python docs/make/trust.py runs/cifar10-cpu --ood svhn --data-dir data
 
-What the run folders do not hold yet (trust.json) is measured first and kept there. Every sentence that depends on a
-number is written from it.
+Figures that the run folders do not contain yet (trust.json) are measured first and stored there. Every sentence that
+depends on a number is written from it.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from plures.lab.method_names import place_of
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.machine import machine
-from trust_pictures import Found, draw
+from trust_figures import Found, draw
 from trust_sentences import listed, scores
 
 DOCS = Path(__file__).parent.parent
 PICTURES = DOCS / "results"
 LINE = 150  # characters of a line of prose
-SHOWN = (0.8, 0.9, 0.95, 0.98, 0.99)  # thresholds in the table of members on demand; the picture has more
+SHOWN = (0.8, 0.9, 0.95, 0.98, 0.99)  # thresholds in the table of members on demand; the figure has more
 
 One = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ def _measured(row: Row, data_dir: Path | None, ood: str) -> One:
 
 
 def page(rows: Sequence[Row], found: Found, ood: str) -> str:
-    """Fill the page."""
+    """Return the page."""
     first, some, here = rows[0].runs[0], next(iter(found.values())), machine()
     tables = {
         name: _table(columns, [line for pair in found.items() for line in lines(*pair)])
@@ -95,7 +95,7 @@ def page(rows: Sequence[Row], found: Found, ood: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Break the lines of plain paragraphs again: filled places have made them uneven."""
+    """Return a text with the lines of plain paragraphs broken anew."""
     parts = [
         part if part.startswith(("#", "|", "!", "```")) else textwrap.fill(part, LINE, break_on_hyphens=False)
         for part in text.strip().split("\n\n")
@@ -165,7 +165,7 @@ def _aurc(name: str, one: One) -> list[list[str]]:
 
 
 def _demand(name: str, one: One) -> list[list[str]]:
-    """List the thresholds that differ: those that stop at the same places share a line."""
+    """Return one line for all thresholds that stop at the same members."""
     members = one["home"]["members"]
     if members == 1:
         return []

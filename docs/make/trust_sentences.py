@@ -6,12 +6,12 @@ from typing import Any
 
 Found = Mapping[str, Mapping[str, Any]]
 One = Mapping[str, Any]
-LITTLE = 0.002  # of accuracy, lost without regret
-UNSEEN = 0.0005  # of NLL: less is not seen in the table
+LITTLE = 0.002  # of accuracy
+UNSEEN = 0.0005  # of NLL: less does not show in the table
 
 
 def calibration(found: Found) -> str:
-    """Say what a temperature does to images that it was not fitted on."""
+    """Return what a temperature changes on images that it was not fitted on."""
     every = {name: one for name, one in found.items() if "calibrated" in one}
     change = {name: one["calibrated"]["nll"] - one["home"]["nll"] for name, one in every.items()}
     lower = [name for name in every if change[name] <= -UNSEEN]
@@ -29,7 +29,7 @@ def calibration(found: Found) -> str:
 
 
 def coverage(found: Found) -> str:
-    """Say how far sets may stray from their promise by chance, and whether they do."""
+    """Return how far the coverage of sets may be off by chance, and whether it is further off."""
     every = [(each, one) for one in found.values() for each in one.get("sets", [])]
     if not every:
         return "There are too few validation images for it."
@@ -39,13 +39,13 @@ def coverage(found: Found) -> str:
     missed = [each for each, _ in every if each["covered"] < each["asked"] - 2 * spread]
     verdict = "None of them falls" if not missed else f"{len(missed)} of {len(every)} fall"
     return (
-        f"With so many images the share that is covered differs from {100 * each['asked']:.0f} % by "
+        f"With this number of images the share that is covered differs from {100 * each['asked']:.0f} % by "
         f"{100 * spread:.1f} points (one standard deviation) by chance. {verdict} short by more than two of these."
     )
 
 
 def _chance(asked: float, held_out: int, images: int) -> float:
-    """Give the standard deviation of a coverage: that of a beta distribution, and of the images it is measured on."""
+    """Return the standard deviation of a coverage: of a beta distribution, and of the images it is measured on."""
     rank = math.ceil((held_out + 1) * asked - 1e-9)
     other = held_out + 1 - rank
     drawn = rank * other / ((held_out + 1) ** 2 * (held_out + 2))
@@ -53,7 +53,7 @@ def _chance(asked: float, held_out: int, images: int) -> float:
 
 
 def bounds(found: Found) -> str:
-    """Say whether the bounded risks are kept."""
+    """Return whether the bounds on the risk hold."""
     every = [(name, each) for name, one in found.items() for each in one.get("bounded", [])]
     if not every:
         return "There are too few validation images to guarantee any of the risks tried."
@@ -64,7 +64,7 @@ def bounds(found: Found) -> str:
 
 
 def shift(found: Found) -> str:
-    """Say who stands the highest severity best."""
+    """Return which methods are best at the highest severity."""
     last = {name: one["shift"]["by_severity"][-1] for name, one in found.items()}
     best, surest = _most(last, "accuracy"), _least(last, "ece")
     return (
@@ -74,7 +74,7 @@ def shift(found: Found) -> str:
 
 
 def strangers(found: Found, ood: str) -> str:
-    """Say who tells other data apart best."""
+    """Return which method separates other data best."""
     by_entropy = {name: scores(one)["entropy"] for name, one in found.items()}
     best = _most(by_entropy, "auroc")
     words = f"Entropy separates {ood} best for {best}, with an AUROC of {100 * by_entropy[best]['auroc']:.1f} %."
@@ -84,13 +84,13 @@ def strangers(found: Found, ood: str) -> str:
 
 
 def silence(found: Found) -> str:
-    """Say whose confidence orders its answers best."""
+    """Return the method whose confidence ranks its predictions best."""
     best = min(found, key=lambda name: found[name]["home"]["aurc"])
     return f"The lowest area under the curve (AURC) is that of {best}."
 
 
 def on_demand(found: Found) -> str:
-    """Say how many passes members on demand save for next to nothing."""
+    """Return how many passes members on demand save at little cost."""
     words = []
     for name, one in _several(found).items():
         good = [each for each in one["on_demand"] if one["calibrated"]["accuracy"] - each["accuracy"] <= LITTLE]
@@ -109,7 +109,7 @@ def _several(found: Found) -> dict[str, One]:
 
 
 def scores(one: One) -> dict[str, One]:
-    """Give how well other data are told apart, by score."""
+    """Return how well each score separates other data."""
     return {each["score"]: each for each in one["ood"]["scores"]}
 
 
@@ -122,5 +122,5 @@ def _least(figures: Mapping[str, One], key: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Join words as a sentence does: a, b and c."""
+    """Return words joined as in a sentence: a, b and c."""
     return " and ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])

@@ -1,9 +1,9 @@
 """Time torch.compile over all stages of an ensemble: the first step of each stage, and those after it.
 
-    python docs/make/compiling.py --width 16 --members 5
+    python -m benchmarks.compiling --width 16 --members 5
 
-A compiled stage pays in its first step, where the compiler finds nothing that it knows; later stages of a phase that
-look alike are compiled once. The figures go to standard output.
+A stage is compiled in its first step, unless a stage of the same form was compiled before. The
+figures go to standard output.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def step(stage: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    """Make one training step."""
+    """Return one training step."""
     optimizer = torch.optim.SGD([one for one in stage.parameters() if one.requires_grad], lr=0.01, momentum=0.9)
 
     def run() -> None:
@@ -57,7 +57,7 @@ def step(stage: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]
 
 
 def timed(run: Callable[[], None]) -> float:
-    """Say how many seconds something takes."""
+    """Return the seconds that an action takes."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
