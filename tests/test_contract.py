@@ -356,3 +356,30 @@ def test_stages_and_ensembles_compile(method):
     with torch.no_grad():
         torch.testing.assert_close(compiled(images()), ensemble(images()))
     torch.compiler.reset()
+
+
+@every_method
+def test_an_ensemble_has_few_public_names(method) -> None:
+    own = set(dir(untrained(method, networks.mlp))) - set(dir(nn.Module()))
+    public = sorted(name for name in own if not name.startswith("_"))
+    assert len(public) <= 25, public
+    missing = [name for name in public if not getattr(getattr(plures, method[0]), name, name).__doc__]
+    assert not missing, f"public names without a docstring: {missing}"
+
+
+@every_method
+def test_some_members_predict_what_they_predict_among_all(method) -> None:
+    ensemble = trained(method, networks.mlp)
+    every = ensemble.predict(images(5))
+    some = [ensemble.trained[-1], *ensemble.trained[:-1]]
+    found = ensemble.predict(images(5), members=some)
+    torch.testing.assert_close(found.members, every.members[[ensemble.trained.index(one) for one in some]])
+    assert ensemble.engine().trained == ensemble.trained == list(range(count(method)))
+    for wrong in ([], [99], [0, 0]):
+        with pytest.raises(plures.PluresError, match="members=.*use one or more of"):
+            ensemble.predict(images(5), members=wrong)
+
+
+@every_method
+def test_an_untrained_ensemble_has_no_member_that_can_predict(method) -> None:
+    assert untrained(method, networks.mlp).trained == []

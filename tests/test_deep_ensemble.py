@@ -124,7 +124,7 @@ def test_checkout_gives_a_plain_network_of_its_own():
     assert not member.training
     assert torch.equal(member(images()), before[1])
     plain = networks.resnet(seed=3)
-    plain.load_state_dict(ensemble.member(1))
+    plain.load_state_dict(ensemble.checkout(1).state_dict())
     assert torch.equal(plain.eval()(images()), before[1])
     with torch.no_grad():
         for parameter in member.parameters():
@@ -148,7 +148,7 @@ def test_a_fixed_classifier_is_the_networks_and_stays():
     network = networks.resnet()
     ensemble = trained(network, 3, classifier="fixed")
     for member in range(3):
-        state = ensemble.member(member)
+        state = ensemble.checkout(member).state_dict()
         assert torch.equal(state["classifier.weight"], network.classifier.weight)
         assert torch.equal(state["classifier.bias"], network.classifier.bias)
     stage = DeepEnsemble(network, 2, classifier="fixed").open(plures.Step("train", 0, False))
@@ -171,7 +171,7 @@ def test_no_stage_can_change_a_fixed_classifier():
 
 def test_a_private_classifier_is_each_members_own():
     ensemble = trained(networks.resnet(), 2)
-    first, second = ensemble.member(0), ensemble.member(1)
+    first, second = ensemble.checkout(0).state_dict(), ensemble.checkout(1).state_dict()
     assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
 
 
@@ -179,8 +179,8 @@ def test_roles_name_another_classifier():
     network = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, CLASSES), nn.Linear(CLASSES, 2))
     roles = plures.roles(network, classifier="2", fixed=True)
     ensemble = DeepEnsemble(network, 2, classifier="fixed", roles=roles)
-    assert ensemble.shared == {"2.weight", "2.bias"}
-    assert DeepEnsemble(network, **ensemble.options()).shared == ensemble.shared
+    assert ensemble._shared == {"2.weight", "2.bias"}
+    assert DeepEnsemble(network, **ensemble.options())._shared == ensemble._shared
 
 
 def test_the_fixed_classifier_stays_one_tensor_when_copied_and_moved():
@@ -193,7 +193,7 @@ def test_frozen_parameters_stay_frozen_and_are_stored_once():
     network = networks.resnet()
     network.stem.weight.requires_grad_(False)
     ensemble = trained(network, 2)
-    assert all(torch.equal(ensemble.member(m)["stem.weight"], network.stem.weight) for m in range(2))
+    assert all(torch.equal(ensemble.checkout(m).state_dict()["stem.weight"], network.stem.weight) for m in range(2))
     assert sum("stem" in name for name in ensemble.tensors()) == 1
 
 

@@ -59,7 +59,7 @@ def trained(network: nn.Module, **options) -> plures.OrthogonalDropout:
 
 def test_batch_norm_really_goes_into_the_convolutions() -> None:
     ensemble = trained(networks.resnet(), members=2)
-    assert foldable(ensemble.split)["stem"] == "norm"
+    assert foldable(ensemble._split)["stem"] == "norm"
     for engine in (ensemble.engine("lean"), ensemble.engine("unfolded")):
         assert not [module for module in engine.modules() if isinstance(module, nn.BatchNorm2d)]
 
@@ -75,7 +75,7 @@ def test_a_convolution_whose_output_goes_elsewhere_too_is_not_folded() -> None:
             return self.head((y + self.norm(y)).mean((2, 3)))
 
     ensemble = trained(Forked(), members=2)
-    assert foldable(ensemble.split) == {}
+    assert foldable(ensemble._split) == {}
     with torch.no_grad():
         assert ensemble.engine()(networks.images()).equal(ensemble(networks.images()))
 
@@ -86,7 +86,7 @@ def test_depthwise_convolutions_with_bias_and_kernels_fold_too(granularity: str)
     body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8, affine=False)
     network = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     ensemble = trained(network, members=3, granularity=granularity)
-    assert foldable(ensemble.split) == {"0": "1", "2": "3"}
+    assert foldable(ensemble._split) == {"0": "1", "2": "3"}
     with torch.no_grad():
         lean, unfolded = (ensemble.engine(kind)(networks.images()) for kind in ("lean", "unfolded"))
         assert lean.equal(unfolded)
@@ -156,7 +156,7 @@ def test_tied_norm_layers_are_not_folded() -> None:
             return self.head(self.m(self.b(self.n(self.a(x)))).mean((2, 3)))
 
     ensemble = trained(Tied(), members=2)
-    assert foldable(ensemble.split) == {}
+    assert foldable(ensemble._split) == {}
     with torch.no_grad():
         for kind in ("lean", "unfolded"):
             torch.testing.assert_close(ensemble.engine(kind)(networks.images()), ensemble(networks.images()))

@@ -69,7 +69,7 @@ def test_owners_partition_every_split_tensor(case) -> None:
 
 def test_members_share_no_weight(case) -> None:
     _, _, ensemble, _ = case
-    states = [ensemble.member(member) for member in range(3)]
+    states = [ensemble.checkout(member).state_dict() for member in range(3)]
     for name in ensemble.owners:
         used = torch.stack([state[name] != 0 for state in states]).sum(0)
         assert used.max() <= 1
@@ -92,7 +92,7 @@ def test_a_member_checked_out_is_the_member_inside(case) -> None:
                 assert not plain.training
                 assert logits_of(plain(inputs)).equal(outputs[member])
             loaded = copy.deepcopy(network)
-            loaded.load_state_dict(ensemble.member(1))
+            loaded.load_state_dict(ensemble.checkout(1).state_dict())
             assert logits_of(loaded.eval()(inputs)).equal(outputs[1])
 
 
@@ -101,7 +101,7 @@ def test_the_classifier_is_frozen_and_shared(case) -> None:
     for name, role in ensemble.roles.items():
         if role == "shared":
             given = network.state_dict()[name]
-            assert all(ensemble.member(member)[name].equal(given) for member in range(3))
+            assert all(ensemble.checkout(member).state_dict()[name].equal(given) for member in range(3))
 
 
 def test_it_saves_and_loads_to_the_bit(case, tmp_path) -> None:
@@ -353,7 +353,7 @@ def test_what_becomes_of_the_classifier(classifier: str) -> None:
     ensemble = OrthogonalDropout(mlp(), members=2, classifier=classifier)
     for stage in ensemble.stages():
         train(stage, INPUTS, TARGETS)
-    one, two = (ensemble.member(member)["5.weight"] for member in range(2))
+    one, two = (ensemble.checkout(member).state_dict()["5.weight"] for member in range(2))
     assert ("5.weight" in ensemble.owners) == (classifier == "split")
     assert one.equal(two) == (classifier == "fixed")
     assert bool(((one != 0) & (two != 0)).any()) == (classifier != "split")
@@ -520,7 +520,7 @@ def test_a_stage_from_before_a_discard_is_out_of_date() -> None:
 def test_owners_from_a_state_dict_are_checked() -> None:
     ensemble = OrthogonalDropout(mlp(), members=2, optimize_masks=False)
     state = ensemble.state_dict()
-    name = next(name for name in state if name.startswith("partition."))
+    name = next(name for name in state if name.startswith("_partition."))
     state[name] = torch.full_like(state[name], 7)
     with pytest.raises(PluresError, match="beyond 1"):
         ensemble.load_state_dict(state)

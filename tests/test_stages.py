@@ -176,7 +176,7 @@ def test_the_summary_tells_members_roles_and_sizes(caplog) -> None:
     said = re.search(r"([\d.]+) x the plain network", text)
     assert said
     stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
-    assert float(said[1]) == pytest.approx(stored / ensemble.plain_bytes, abs=0.005)
+    assert float(said[1]) == pytest.approx(stored / ensemble.given.nbytes, abs=0.005)
     assert not caplog.records, "a small network is not worth a warning"
 
 
@@ -219,10 +219,10 @@ def test_a_small_distilbert_is_stored_at_the_size_that_was_reckoned(tmp_path) ->
     )
     ensemble = OrthogonalDropout(DistilBertForSequenceClassification(config), members=5)
     stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
-    assert stored <= 1.25 * ensemble.plain_bytes
-    assert stored == pytest.approx(sum(expected_bytes(ensemble.split).values()), rel=1e-3)
+    assert stored <= 1.25 * ensemble.given.nbytes
+    assert stored == pytest.approx(sum(expected_bytes(ensemble._split).values()), rel=1e-3)
     plures.save(ensemble, tmp_path / "text.safetensors")
-    assert (tmp_path / "text.safetensors").stat().st_size <= 1.25 * ensemble.plain_bytes
+    assert (tmp_path / "text.safetensors").stat().st_size <= 1.25 * ensemble.given.nbytes
 
 
 def trained(ensemble: plures.Ensemble) -> plures.Ensemble:

@@ -129,9 +129,9 @@ def test_weights_may_be_stored_in_half_precision(tmp_path, dtype: torch.dtype) -
     plures.save(ensemble, path, dtype=dtype)
     loaded = plures.load(path, network())
     for member in range(3):
-        for name, tensor in ensemble.member(member).items():
+        for name, tensor in ensemble.checkout(member).state_dict().items():
             rounded = tensor.to(dtype).to(tensor.dtype) if tensor.dim() > 1 else tensor
-            assert loaded.member(member)[name].equal(rounded), name
+            assert loaded.checkout(member).state_dict()[name].equal(rounded), name
     with pytest.raises(PluresError, match="dtype=torch.int8"):
         plures.save(ensemble, path, dtype=torch.int8)
 

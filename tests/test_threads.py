@@ -159,7 +159,7 @@ def test_a_process_forked_while_another_thread_predicts_predicts_too() -> None:
 
     handle = ensemble.network[0].register_forward_pre_hook(pause)
     thread = threading.Thread(target=ensemble.predict, args=(torch.zeros_like(batch),))
-    ensemble._idle.clear()  # so that the structure of the thread has the hook
+    ensemble._lender.clear()  # so that the structure of the thread has the hook
     thread.start()
     inside.wait()
     handle.remove()

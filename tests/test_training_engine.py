@@ -204,10 +204,10 @@ def test_training_with_the_engine_leaves_other_members_alone_and_learns():
             losses.append(loss.item())
         assert stage.phase == "prune" or losses[-1] < 0.7 * losses[0]
         for member, before in done.items():
-            assert all(before[name].equal(tensor) for name, tensor in ensemble.member(member).items())
+            assert all(before[name].equal(tensor) for name, tensor in ensemble.checkout(member).state_dict().items())
         if stage.phase == "finetune":
             stage.commit()
-            done[stage.member] = ensemble.member(stage.member)
+            done[stage.member] = ensemble.checkout(stage.member).state_dict()
     assert float((ensemble.predict(x).label == y).float().mean()) > 0.9
 
 

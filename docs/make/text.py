@@ -110,7 +110,7 @@ def trained(ensemble: plures.Ensemble, texts: Tensor, labels: Tensor, seed: int)
 def figures(ensemble: plures.Ensemble, texts: Tensor, labels: Tensor) -> list[float]:
     """Return accuracy, NLL, ECE and the size of the file relative to the plain network."""
     probabilities = ensemble.predict(texts).probabilities
-    size = sum(tensor.nbytes for tensor in ensemble.tensors().values()) / ensemble.plain_bytes
+    size = sum(tensor.nbytes for tensor in ensemble.tensors().values()) / ensemble.given.nbytes
     found = [measure(probabilities, labels) for measure in (metrics.accuracy, metrics.nll, metrics.ece)]
     return [*found, size]
 

@@ -1,16 +1,19 @@
-"""How a network is called: its arguments, in chunks, and the logits that it returns."""
+"""How a network is called: its arguments, in chunks, by several threads, and the logits that it returns."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plures.errors import PluresError
 
+Structure = TypeVar("Structure")
+Result = TypeVar("Result")
+
 
 class Arguments(NamedTuple):
-    """Hold what a network is called with, where a tensor, a tuple or a dict does not say it all.
+    """Hold what a network is called with, if a tensor, a tuple or a dict does not say it all.
 
     call(network, Arguments((images,), {"mask": mask}))
     """
@@ -113,3 +116,41 @@ def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
         return
     for start in range(0, max(len(batch), 1), size):
         yield rows_of(inputs, slice(start, start + size))
+
+
+class Lender(Generic[Structure]):
+    """Lend a structure to one call at a time: any number of threads may run a network whose hooks or tensors change.
+
+        lender = Lender()
+        logits = lender.lend(ensemble, lambda: shell(ensemble.network), lambda network: network(images))
+
+    A returned structure is lent again. Copies, also in another process, start with an empty lender.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[object, Structure]] = []  # with the state of the modules when they were made
+
+    def lend(self, owner: nn.Module, make: Callable[[], Structure], run: Callable[[Structure], Result]) -> Result:
+        """Run a function on a structure that no other call uses at the same time; make one if all are in use."""
+        # Hooks that the user has put on the modules since, or removed, must hold for the structure, too.
+        now = [(*one._forward_pre_hooks, *one._forward_hooks, one.training) for one in owner.modules()]
+        try:
+            known, lent = self._idle.pop()
+        except IndexError:
+            known, lent = now, make()
+        if known != now:
+            lent = make()
+        try:
+            return run(lent)
+        finally:
+            self._idle.append((now, lent))
+
+    def clear(self) -> None:
+        """Forget all structures, for example because their tensors have moved to another device."""
+        self._idle.clear()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()

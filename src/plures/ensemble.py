@@ -164,6 +164,28 @@ def other_start(stage: Stage, what: str) -> PluresError:
 
 
 @dataclass(frozen=True)
+class Given:
+    """The network that an ensemble was made from: its class, its tensors and its size.
+
+        ensemble.given.name, ensemble.given.nbytes
+
+    `shapes` has all names of its tensors; `tied` maps each further name of a tied tensor to the first.
+    """
+
+    name: str
+    shapes: dict[str, list[int]]
+    tied: dict[str, str]
+    nbytes: int
+
+    @classmethod
+    def of(cls, network: nn.Module) -> Self:
+        """Describe a network."""
+        shapes = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
+        nbytes = sum(tensor.nbytes for tensor in own_tensors(network).values())
+        return cls(type(network).__name__, shapes, aliases(network), nbytes)
+
+
+@dataclass(frozen=True)
 class Stored:
     """What a file holds of an ensemble; its tensors are read one by one, when they are needed.
 
@@ -203,17 +225,14 @@ class Ensemble(Predictor, ABC):
         print(ensemble)  # members, sizes, and the size of the file
 
     An ensemble only predicts: its networks stay in eval mode, even after `train()`. Stages, which are copies, do the
-    training. A method implements `plan`, `open` and `forward`.
+    training. A method implements `plan`, `open`, `trained` and `forward`.
     """
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
         check_network(network)
         self.loss = loss or F.cross_entropy
-        self.shapes = {name: list(tensor.shape) for name, tensor in tensors(network).items()}
-        self.tied = aliases(network)
-        self.plain_bytes = sum(tensor.nbytes for tensor in own_tensors(network).values())
-        self.split_from = type(network).__name__
+        self.given = Given.of(network)
 
     @abstractmethod
     def plan(self) -> list[Step]:
@@ -226,6 +245,27 @@ class Ensemble(Predictor, ABC):
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all trained members, [members, batch, classes]."""
+
+    def checkout(self, member: int) -> nn.Module:
+        """Return one trained member as a plain network of your own class, in eval mode.
+
+            network = ensemble.checkout(2)
+
+        Methods whose members live in one network have no plain member to return.
+        """
+        raise PluresError(f"the members of {type(self).__name__} live in one network: none can be checked out")
+
+    def engine(self, kind: str | None = None, *, memory: int | None = None, fold: bool = True) -> Predictor:
+        """Return what predicts the same in less time or memory: the ensemble itself, unless the method has engines.
+
+            predictor = ensemble.engine()
+            prediction = predictor.predict(images)
+
+        `OrthogonalDropout.engine` explains the arguments.
+        """
+        if kind is not None:
+            raise PluresError(f"{type(self).__name__} has no engines: leave out kind={kind!r}")
+        return self
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file.
@@ -257,11 +297,11 @@ class Ensemble(Predictor, ABC):
         print(ensemble.summary())
         """
         calibrated = [] if self.calibration is None else [self.calibration.summary()]
-        return "\n".join([self._heading(), *self.size_lines(), *calibrated])
+        return "\n".join([self._heading(), *self._size_lines(), *calibrated])
 
-    def size_lines(self) -> list[str]:
+    def _size_lines(self) -> list[str]:
         """Describe the size of the ensemble; a method with more details overrides this."""
-        return [file_line(sum(tensor.nbytes for tensor in self.tensors().values()), self.plain_bytes)]
+        return [file_line(sum(tensor.nbytes for tensor in self.tensors().values()), self.given.nbytes)]
 
     def __repr__(self) -> str:
         return self.summary()
@@ -271,9 +311,9 @@ class Ensemble(Predictor, ABC):
         done = sum(step.committed for step in plan)
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
         progress = "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
-        return f"{type(self).__name__} of {self.split_from} ({options}): {progress}"
+        return f"{type(self).__name__} of {self.given.name} ({options}): {progress}"
 
-    def state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
         return {}
 
@@ -282,28 +322,28 @@ class Ensemble(Predictor, ABC):
         return {name: as_stored(tensor, dtype) for name, tensor in own_tensors(self).items()}
 
     @classmethod
-    def restore(cls, network: nn.Module, stored: Stored) -> Self:
-        """Build an ensemble from the results of `options`, `state` and `tensors`."""
+    def _restore(cls, network: nn.Module, stored: Stored) -> Self:
+        """Build an ensemble from the results of `options`, `_state` and `tensors`."""
         if stored.members is not None:
             raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(stored.members)}")
-        cls.check_before_building(network, stored)
+        cls._check_before_building(network, stored)
         ensemble = cls(network, **stored.options)
-        ensemble.fill(stored)
+        ensemble._fill(stored)
         return ensemble
 
     @classmethod
-    def check_before_building(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_before_building(cls, network: nn.Module, stored: Stored) -> None:
         """Check by the rules of the method, but not for a class derived from it whose constructor has other options."""
-        knows = next(one for one in cls.__mro__ if "check_stored" in vars(one))
+        knows = next(one for one in cls.__mro__ if "_check_stored" in vars(one))
         makes = next(one for one in cls.__mro__ if "__init__" in vars(one))
         if issubclass(knows, makes):
-            cls.check_stored(network, stored)
+            cls._check_stored(network, stored)
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a file before anything is built from its options, which may need more memory than there is."""
 
-    def fill(self, stored: Stored) -> None:
+    def _fill(self, stored: Stored) -> None:
         """Copy tensors and progress from a file of an ensemble with the same network and options."""
         with torch.no_grad():
             for name, tensor in own_tensors(self).items():

@@ -1,8 +1,9 @@
 """Prediction of classes or numbers, calibrated or not, member by member if needed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,10 @@ from torch.nn import functional as F
 
 from plures.answers import Prediction, Regression
 from plures.calibration import Calibration, ClassCalibration, NumberCalibration
-from plures.calling import Arguments, arguments, batch_of, chunks, refuse_nan, rows_of
+from plures.calling import Arguments, Lender, arguments, batch_of, chunks, refuse_nan, rows_of
 from plures.checks import number
 from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
-
-Result = TypeVar("Result")
 
 
 class Predictor(nn.Module):
@@ -28,11 +27,13 @@ class Predictor(nn.Module):
     structure.
     """
 
+    _apart: ClassVar[bool] = False  # whether a member can be run without the others
+
     def __init__(self) -> None:
         super().__init__()
         self.loss: Loss = F.cross_entropy  # it says what the outputs mean
         self.calibration: Calibration | None = None
-        self._idle: list[tuple[object, Any]] = []  # structures that no call uses now, with what they were copied from
+        self._lender: Lender[Any] = Lender()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Accept the same inputs as `predict`: a tensor, a tuple of positional or a dict of named arguments."""
@@ -48,11 +49,13 @@ class Predictor(nn.Module):
         abstain_below: float | None = None,
         until: float | None = None,
         calibrated: bool = True,
+        members: Sequence[int] | None = None,
     ) -> Prediction:
-        """Predict classes with all trained members.
+        """Predict classes with all trained members, or with some of them.
 
             prediction = ensemble.predict(images, abstain_below=0.8)
             prediction.label, prediction.confidence, prediction.epistemic
+            ensemble.predict(images, members=[0, 2])
 
         - `inputs`: a tensor, a tuple of positional or a dict of named arguments of the network.
         - `batch_size`: the largest number of samples in the network at once.
@@ -61,11 +64,18 @@ class Predictor(nn.Module):
         - `until`: run members one after the other, and stop for a sample when at least this share of the held-out
           samples with such a margin between the two most probable classes, after that many members, kept their label to
           the end. `members_used` is the number of members that were run.
+        - `members`: predict with these members only. Their prediction is not calibrated, because a calibration is for
+          all members together.
         """
         if is_for_numbers(self.loss):
             raise PluresError(f"this ensemble was trained with {name_of(self.loss)} and returns numbers: call regress")
         refuse_nan(inputs)
         with torch.no_grad():
+            if members is not None:
+                if until is not None:
+                    raise PluresError("until= chooses the members itself: leave out members= or until=")
+                logits = self._logits(inputs, batch_size, self._places_of(members))
+                return Prediction.from_logits(logits, abstain_below)
             if until is not None:
                 return self._predict_until(inputs, batch_size, abstain_below, until)
             logits = self._logits(inputs, batch_size)
@@ -117,16 +127,10 @@ class Predictor(nn.Module):
             raise
         return self
 
-    def join(self, batches: list[Any]) -> Tensor:
-        """Return the outputs of all members for several batches, joined along the batch axis."""
-        raw = [nn.Module.__call__(self, *args, **kwargs) for args, kwargs in map(arguments, batches)]
-        return torch.cat(raw, dim=1)
-
-    def ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return the outputs of one member for several batches, joined; members on demand use it."""
-        raise PluresError(
-            f"{type(self).__name__} runs all members in one pass: until= would save nothing, leave it out"
-        )
+    @property
+    @abstractmethod
+    def trained(self) -> list[int]:
+        """The members that can predict, in the order of the outputs."""
 
     def train(self, mode: bool = True) -> Self:
         """Set `training`, and leave the networks in eval mode."""
@@ -134,41 +138,41 @@ class Predictor(nn.Module):
         self.training = mode
         return self
 
-    def structure(self) -> Any:
-        """Make what `borrow` lends: a copy of the structure that a call changes while it runs."""
-        raise NotImplementedError
+    def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
+        """Return the outputs of all trained members, or of those at some places among them, for several batches.
 
-    def borrow(self, run: Callable[[Any], Result]) -> Result:
-        """Run a function on a structure that no other call uses at the same time."""
-        # Hooks that the user has put on the networks since, or removed, must hold for the copy, too.
-        now = [(*one._forward_pre_hooks, *one._forward_hooks, one.training) for one in self.modules()]
-        try:
-            known, lent = self._idle.pop()
-        except IndexError:  # as many threads are at work as ever were
-            known, lent = None, None
-        if known != now:
-            lent = self.structure()
-        try:
-            return run(lent)
-        finally:
-            self._idle.append((now, lent))
+        The batches are joined. A method whose members can be run apart overrides this.
+        """
+        raw = [nn.Module.__call__(self, *args, **kwargs) for args, kwargs in map(arguments, batches)]
+        outputs = torch.cat(raw, dim=1)
+        return outputs if chosen is None else outputs[list(chosen)]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what calls borrow: a copy, in memory or in another process, makes its own."""
-        return {**self.__dict__, "_idle": []}
+    def _ask(self, index: int, batches: list[Any]) -> Tensor:
+        """Return the outputs of one member for several batches, joined; members on demand use it."""
+        if not self._apart:
+            raise PluresError(
+                f"{type(self).__name__} runs all members in one pass: until= would save nothing, leave it out"
+            )
+        return self._outputs(batches, [index])[0]
+
+    def _places_of(self, members: Sequence[int]) -> list[int]:
+        known = self.trained
+        if not members or len(set(members)) < len(members) or not set(members) <= set(known):
+            raise PluresError(f"members={list(members)}: use one or more of {known}, each once")
+        return [known.index(member) for member in members]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self._idle.clear()  # on another device or in another type they would no longer fit
+        self._lender.clear()  # on another device or in another type they would no longer fit
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _logits(self, inputs: Any, batch_size: int | None) -> Tensor:
+    def _logits(self, inputs: Any, batch_size: int | None, chosen: Sequence[int] | None = None) -> Tensor:
         batch = batch_of(inputs)
         if batch is not None and not len(batch):
             # Few layers take a batch of nothing: a sample of zeros shows the shape of the answer.
             one = Arguments(*(_like_one(part, batch) for part in rows_of(inputs, slice(None))))
-            return classes_second(self.join([one]), self.loss)[:, :0]
-        return classes_second(self.join(list(chunks(inputs, batch_size))), self.loss)
+            return classes_second(self._outputs([one], chosen), self.loss)[:, :0]
+        return classes_second(self._outputs(list(chunks(inputs, batch_size)), chosen), self.loss)
 
     def _predict_until(
         self, inputs: Any, batch_size: int | None, abstain_below: float | None, until: float
@@ -183,7 +187,7 @@ class Predictor(nn.Module):
         found: list[tuple[Tensor, Prediction]] = []
         members: Tensor | None = None
         for index, enough in enumerate(margins):
-            logits = classes_second(self.ask(index, list(chunks(rows_of(inputs, open_), batch_size)))[None], self.loss)
+            logits = classes_second(self._ask(index, list(chunks(rows_of(inputs, open_), batch_size)))[None], self.loss)
             asked = Prediction.from_logits(logits).members
             members = asked if members is None else torch.cat([members, asked])
             first, second = calibration.mean(members).topk(2, dim=1).values.unbind(1)

@@ -61,9 +61,9 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
             "library": __version__,
             "method": type(ensemble).__name__,
             "options": ensemble.options(),
-            "state": ensemble.state(),
-            "shapes": ensemble.shapes,
-            "tied": ensemble.tied,
+            "state": ensemble._state(),
+            "shapes": ensemble.given.shapes,
+            "tied": ensemble.given.tied,
             "own_loss": ensemble.loss is not F.cross_entropy,
             "loss": losses.as_json(ensemble.loss),
             "calibration": calibration.kind_of(ensemble.calibration),
@@ -104,7 +104,7 @@ def load(
 
     def build(document: dict[str, Any], stored: Stored) -> Ensemble:
         _same_network(path, made, document["shapes"], document["tied"])
-        ensemble = _method(path, document["method"], method).restore(made, stored)
+        ensemble = _method(path, document["method"], method)._restore(made, stored)
         named = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
         ensemble.loss = loss or named or (_missing_loss if document["own_loss"] else F.cross_entropy)
         if members is None:  # what some members are worth was not measured
@@ -122,10 +122,10 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
     path = Path(path)
 
     def fill(document: dict[str, Any], stored: Stored) -> None:
-        _same_shapes(path, ensemble.shapes, document["shapes"])
+        _same_shapes(path, ensemble.given.shapes, document["shapes"])
         if document["method"] != type(ensemble).__name__:
             raise PluresError(f"{path} contains a {document['method']}, not a {type(ensemble).__name__}")
-        ensemble.fill(stored)
+        ensemble._fill(stored)
         ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
 
     _reading(path, None, fill)

@@ -12,7 +12,9 @@ from plures.calling import logits_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.losses import Loss, classes_second
+from plures.methods.mc_dropout import MCDropout
 from plures.methods.orthogonal_dropout.masks import spread
+from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.tensors import canonical, tensors
 
 Part = Callable[[int], Tensor]  # of a member, by its place among the trained
@@ -27,9 +29,9 @@ class SplitMembers(nn.Module):
     runtime folds when it loads the file.
     """
 
-    def __init__(self, ensemble: Any) -> None:
+    def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
-        trained: list[int] = ensemble.trained
+        trained = ensemble.trained
         if not trained:
             raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
         self.count = len(trained)
@@ -37,7 +39,7 @@ class SplitMembers(nn.Module):
         networks = [ensemble.checkout(member) for member in trained]
         self._first_names = canonical(networks[0])
         states = [tensors(network) for network in networks]
-        owners = getattr(ensemble, "owners", {})
+        owners = ensemble.owners if isinstance(ensemble, OrthogonalDropout) else {}
         self.owners = bool(owners)
         self._kept: dict[str, nn.Module] = {}
         for number, name in enumerate(dict.fromkeys(self._first_names.values())):
@@ -131,9 +133,9 @@ def _powers(base: int) -> Tensor:
 class DrawnPasses(nn.Module):
     """Run the passes of MC dropout one by one; their masks are drawn when the program is made."""
 
-    def __init__(self, ensemble: Any) -> None:
+    def __init__(self, ensemble: MCDropout) -> None:
         super().__init__()
-        ensemble.require_trained()
+        ensemble._require_trained()
         self.network = ensemble.network
         self.passes = ensemble.passes
         self.loss: Loss = ensemble.loss
@@ -149,6 +151,6 @@ def members_of(ensemble: Ensemble) -> nn.Module:
 
     members_of(ensemble)(images)  # [members, batch, classes]
     """
-    if hasattr(ensemble, "trained"):
-        return SplitMembers(ensemble)
-    return DrawnPasses(ensemble) if hasattr(ensemble, "passes") else ensemble
+    if isinstance(ensemble, MCDropout):
+        return DrawnPasses(ensemble)
+    return SplitMembers(ensemble) if ensemble._apart else ensemble

@@ -55,7 +55,7 @@ class BatchEnsemble(ManyInOne):
     - `private_norm`: give each member its own batch norm; by default, norm layers are shared.
     """
 
-    stage_class = BatchEnsembleStage
+    _stage_class = BatchEnsembleStage
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class BatchEnsemble(ManyInOne):
         self.seed = seed
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
         building.check_members(members)

@@ -28,12 +28,14 @@ class OneStage(Ensemble):
                 super().__init__(network, loss, copy.deepcopy(network))
 
             def forward(self, *args, **kwargs):
-                self.require_trained()
+                self._require_trained()
                 return logits_of(self.network(*args, **kwargs)).unsqueeze(0)
 
     `built` is the network that the method made of the user's: the stage trains a copy of it. A method whose loss is not
-    that of the network's logits overrides `stage`. With `ready` the ensemble can predict before it is trained.
+    that of the network's logits overrides `_stage`. With `ready` the ensemble can predict before it is trained.
     """
+
+    members: int = 1
 
     def __init__(
         self,
@@ -46,57 +48,62 @@ class OneStage(Ensemble):
     ) -> None:
         super().__init__(network, loss)
         self.network = built
-        self.committed = False
+        self._committed = False
         self._member = member
         self._ready = ready
         self.eval()
 
     def plan(self) -> list[Step]:
         """List the one stage."""
-        return [Step("train", self._member, self.committed)]
+        return [Step("train", self._member, self._committed)]
 
     def open(self, step: Step) -> Stage:
         """Check out the stage, a copy of the network to train."""
         if step not in self.plan() or step.committed:
             raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
-        return self.stage(step)
+        return self._stage(step)
 
-    def stage(self, step: Step) -> Stage:
+    def _stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out."""
-        return Stage(copy.deepcopy(self.network), step, self.loss, self.write)
+        return Stage(copy.deepcopy(self.network), step, self.loss, self._write)
 
-    def write(self, stage: Stage) -> None:
+    def _write(self, stage: Stage) -> None:
         """Take over what a stage has trained: what `Stage` calls to commit."""
-        if self.committed:
+        if self._committed:
             raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
         values = tensors(stage.network)
         for name, tensor in tensors(self.network).items():
             tensor.copy_(values[name])
-        self.committed = True
+        self._committed = True
 
-    def require_trained(self) -> None:
+    @property
+    def trained(self) -> list[int]:
+        """The members that can predict: all of them, or none."""
+        return list(range(self.members)) if self._committed or self._ready else []
+
+    def _require_trained(self) -> None:
         """Refuse to predict with random weights."""
-        if not (self.committed or self._ready):
+        if not self.trained:
             raise PluresError("this ensemble is not trained: train its stages() or load a trained file")
 
-    def state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors, as JSON values."""
-        return {"committed": self.committed}
+        return {"committed": self._committed}
 
-    def fill(self, stored: Stored) -> None:
+    def _fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file."""
         if not isinstance(stored.state["committed"], bool):
             raise PluresError(f"the progress is stored as {stored.state['committed']!r}; expected true or false")
-        super().fill(stored)
-        self.committed = stored.state["committed"]
+        super()._fill(stored)
+        self._committed = stored.state["committed"]
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
-        return torch.tensor(self.committed)
+        return torch.tensor(self._committed)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the progress from a state dict."""
-        self.committed = bool(state)
+        self._committed = bool(state)
 
 
 class TogetherStage(Stage):
@@ -120,10 +127,10 @@ class ManyInOne(OneStage):
                 super().__init__(network, loss, Tiled(copy.deepcopy(network), members=2, rows=Rows()))
 
     It trains on the mean of the losses of what the network returns, or with `reduction = "sum"` on their sum, unless
-    the method overrides `stage`.
+    the method overrides `_stage`.
     """
 
-    stage_class = TogetherStage
+    _stage_class = TogetherStage
     reduction: Reduction = "mean"
 
     def __init__(self, network: nn.Module, loss: Loss | None, built: nn.Module) -> None:
@@ -132,22 +139,20 @@ class ManyInOne(OneStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
-        self.require_trained()
+        self._require_trained()
         if torch.compiler.is_compiling():
             logits: Tensor = self.network(*args, **kwargs)
             return logits
         # On a structure of its own: while the layers run, they know whose row is whose in this batch.
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         at, inputs = self._places, Arguments(args, kwargs)
-        return self.borrow(lambda structure: call_with(structure, values, at, inputs))  # type: ignore[no-any-return]
+        return self._lender.lend(  # type: ignore[no-any-return]
+            self, lambda: shell(self.network), lambda structure: call_with(structure, values, at, inputs)
+        )
 
-    def structure(self) -> nn.Module:
-        """Make what a call runs."""
-        return shell(self.network)
-
-    def stage(self, step: Step) -> Stage:
+    def _stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out."""
-        stage = self.stage_class(copy.deepcopy(self.network), step, self.loss, self.write)
+        stage = self._stage_class(copy.deepcopy(self.network), step, self.loss, self._write)
         stage.reduction = self.reduction
         return stage
 

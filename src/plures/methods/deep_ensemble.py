@@ -1,13 +1,13 @@
 """Deep ensemble: k networks, trained independently (Lakshminarayanan, Pritzel and Blundell, 2017)."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from plures.calling import call, logits_of
+from plures.calling import Arguments, call, logits_of
 from plures.checks import one_of
 from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_other_shared
 from plures.errors import PluresError
@@ -38,6 +38,8 @@ class DeepEnsemble(Ensemble):
     `stage.load_state_dict(theirs)` and `stage.commit()`.
     """
 
+    _apart = True
+
     def __init__(
         self,
         network: nn.Module,
@@ -58,22 +60,15 @@ class DeepEnsemble(Ensemble):
         self.init = init
         self.roles = None if roles is None else {name: role.value for name, role in check_roles(network, roles).items()}
         self.seed = seed
-        self.committed = [False] * members
-        self.shared = _shared(network, classifier, self.roles)  # names of tensors that all members have in common
+        self._committed = [False] * members
+        self._shared = _shared(network, classifier, self.roles)  # names of tensors that all members have in common
         self.networks = nn.ModuleList(self._starts(network))
         self.eval()
 
     @property
     def trained(self) -> list[int]:
         """The members that can predict."""
-        return [member for member, done in enumerate(self.committed) if done]
-
-    def member(self, member: int) -> dict[str, Tensor]:
-        """Return the state dict of one trained member, for a plain network of the same class.
-
-        network.load_state_dict(ensemble.member(2))
-        """
-        return self.checkout(member).state_dict()
+        return [member for member, done in enumerate(self._committed) if done]
 
     def checkout(self, member: int) -> nn.Module:
         """Return one trained member as a plain network of your own class, in eval mode.
@@ -86,18 +81,18 @@ class DeepEnsemble(Ensemble):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all trained members, [members, batch, classes]."""
-        if not self.trained:
-            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
-        return torch.stack([logits_of(self.networks[member](*args, **kwargs)) for member in self.trained])
+        return self._outputs([Arguments(args, kwargs)])
 
-    def ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return what one of the trained members gives for several batches, joined."""
-        network = self.networks[self.trained[index]]
-        return torch.cat([logits_of(call(network, batch)) for batch in batches])
+    def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
+        ready = self.trained
+        if not ready:
+            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        networks = [self.networks[ready[place]] for place in (range(len(ready)) if chosen is None else chosen)]
+        return torch.stack([torch.cat([logits_of(call(one, batch)) for batch in batches]) for one in networks])
 
     def plan(self) -> list[Step]:
         """List all stages, one for each member, with the committed ones marked."""
-        return [Step("train", member, done) for member, done in enumerate(self.committed)]
+        return [Step("train", member, done) for member, done in enumerate(self._committed)]
 
     def open(self, step: Step) -> Stage:
         """Open the stage of one step of the plan, in any order."""
@@ -106,16 +101,16 @@ class DeepEnsemble(Ensemble):
             raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
         network = copy.deepcopy(self.networks[member])
         for name, tensor in tensors(network).items():
-            if name in self.shared:
+            if name in self._shared:
                 tensor.requires_grad_(False)
         return Stage(network, step, self.loss, self._commit)
 
-    def state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors, as JSON values."""
-        return {"committed": self.committed}
+        return {"committed": self._committed}
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
         check_members(members)
@@ -124,23 +119,23 @@ class DeepEnsemble(Ensemble):
             for member in range(1 if name in shared else members):
                 stored.check(f"networks.{member}.{name}", tensor.shape)
 
-    def fill(self, stored: Stored) -> None:
+    def _fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file."""
         committed = stored.state["committed"]
         if len(committed) != self.members or not all(isinstance(one, bool) for one in committed):
             raise PluresError(f"the progress of {self.members} members is stored as {committed!r}")
-        super().fill(stored)
-        self.committed = list(committed)
+        super()._fill(stored)
+        self._committed = list(committed)
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
-        return torch.tensor(self.committed)
+        return torch.tensor(self._committed)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the progress from a state dict."""
         if list(state.shape) != [self.members] or state.dtype != torch.bool:
             raise PluresError(f"the progress of {list(state.shape)} members is stored, not {self.members}")
-        self.committed = state.tolist()
+        self._committed = state.tolist()
 
     def _number(self, member: int | None) -> int:
         if not isinstance(member, int) or not 0 <= member < self.members:
@@ -149,10 +144,10 @@ class DeepEnsemble(Ensemble):
 
     def _starts(self, network: nn.Module) -> list[nn.Module]:
         known = moments(network)
-        drawn = [name for name in known if name not in self.shared] if self.init == "fresh" else []
+        drawn = [name for name in known if name not in self._shared] if self.init == "fresh" else []
         first = copy.deepcopy(network)
         # Shared tensors are one object in all copies: they are stored once, and moved once.
-        one_for_all = [tensor for name, tensor in tensors(first).items() if name in self.shared]
+        one_for_all = [tensor for name, tensor in tensors(first).items() if name in self._shared]
         copies = [first]
         copies += [copy.deepcopy(first, {id(tensor): tensor for tensor in one_for_all}) for _ in range(1, self.members)]
         for member, start in enumerate(copies):
@@ -161,14 +156,14 @@ class DeepEnsemble(Ensemble):
 
     def _commit(self, stage: Stage) -> None:
         member = self._number(stage.member)
-        if self.committed[member]:
+        if self._committed[member]:
             raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
         values, own = tensors(stage.network), tensors(self.networks[member])
-        refuse_other_shared(stage, {name: own[name] for name in self.shared}, values)
+        refuse_other_shared(stage, {name: own[name] for name in self._shared}, values)
         for name, tensor in own.items():
-            if name not in self.shared:
+            if name not in self._shared:
                 tensor.copy_(values[name])
-        self.committed[member] = True
+        self._committed[member] = True
 
 
 def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None) -> set[str]:

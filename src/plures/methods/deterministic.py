@@ -22,6 +22,8 @@ class Deterministic(OneStage):
     draws new weights from `seed`, at the scale of the given network.
     """
 
+    _apart = True
+
     def __init__(self, network: nn.Module, *, init: Init = "given", loss: Loss | None = None, seed: int = 0) -> None:
         super().__init__(network, loss, started(network, init, seed), member=0, ready=init == "given")
         self.init = init
@@ -34,14 +36,10 @@ class Deterministic(OneStage):
         """
         if member != 0:
             raise PluresError(f"there is no member {member!r}: an ensemble of one has member 0")
-        self.require_trained()
+        self._require_trained()
         return copy.deepcopy(self.network).eval()
-
-    def ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return what the network gives for several batches, joined."""
-        return self.join(batches)[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of the network, [1, batch, classes]."""
-        self.require_trained()
+        self._require_trained()
         return logits_of(self.network(*args, **kwargs)).unsqueeze(0)

@@ -70,7 +70,7 @@ class Masksembles(ManyInOne):
         self.seed = seed
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         known = layers_of(network)
         for name in _chosen(network, stored.options["layers"]):

@@ -61,7 +61,7 @@ class MCDropout(OneStage):
         super().__init__(network, loss, started(network, init, seed), ready=init == "given")
         whole_number("passes", passes, most=MOST_PASSES)
         one_of("granularity", granularity, get_args(Granularity))
-        self.passes = passes
+        self.members = self.passes = passes
         self.granularity = granularity
         self.init = init
         self.seed = seed
@@ -71,14 +71,14 @@ class MCDropout(OneStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
-        self.require_trained()
+        self._require_trained()
         if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
         return torch.stack(self._passes([Arguments(args, kwargs)] * self.passes, "passes"))
 
-    def ask(self, index: int, batches: list[Any]) -> Tensor:
+    def _ask(self, index: int, batches: list[Any]) -> Tensor:
         """Return what one pass gives for several batches, joined; its dropout follows from the pass, not the batch."""
-        self.require_trained()
+        self._require_trained()
         return torch.cat(self._passes(batches, "pass", index))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own
@@ -94,18 +94,18 @@ class MCDropout(OneStage):
                 hook.random = random
             return [logits_of(call_with(network, values, self._places, batch)) for batch in batches]
 
-        return self.borrow(run)
+        return self._lender.lend(self, self._structure, run)
 
-    def structure(self) -> "tuple[nn.Module, list[_Hook]]":
+    def _structure(self) -> "tuple[nn.Module, list[_Hook]]":
         """Make what a call runs: a network whose hooks draw from the generator of the call."""
         return shell((self.network, self._hooks))
 
-    def stage(self, step: Step) -> Stage:
+    def _stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out: its dropout follows `train()` and `eval()` as usual."""
         network, hooks = copy.deepcopy((self.network, self._hooks))  # together: the hooks that this copy has
         for hook in hooks:
             hook.always = False
-        return Stage(network, step, self.loss, self.write)
+        return Stage(network, step, self.loss, self._write)
 
     def options(self) -> dict[str, Any]:
         """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""

@@ -68,7 +68,7 @@ class MIMO(ManyInOne):
         self.seed = seed
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
         building.check_members(members)
@@ -79,23 +79,23 @@ class MIMO(ManyInOne):
         stored.check(building.inside(last, "weight"), [outputs * members, *others])
 
     @classmethod
-    def restore(cls, network: nn.Module, stored: Stored) -> Self:
+    def _restore(cls, network: nn.Module, stored: Stored) -> Self:
         """Build an ensemble whose classes are on the stored axis: the constructor tries the network out."""
         if (axis := _stored_axis(stored)) != 1:
             stored = dataclasses.replace(stored, options={**stored.options, "loss": CrossEntropy(axis)})
-        return super().restore(network, stored)
+        return super()._restore(network, stored)
 
-    def state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors: also, where the classes are."""
-        return super().state() | {"class_axis": cast(_Slots, self.network).axis}
+        return super()._state() | {"class_axis": cast(_Slots, self.network).axis}
 
-    def fill(self, stored: Stored) -> None:
+    def _fill(self, stored: Stored) -> None:
         """Take over tensors, progress and the axis of the classes from a file."""
         axis = _stored_axis(stored)
-        super().fill(stored)
+        super()._fill(stored)
         cast(_Slots, self.network).axis = axis
 
-    def stage(self, step: Step) -> Stage:
+    def _stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
 
@@ -144,7 +144,7 @@ class _Training(Stage):
     """Train on slots that are shuffled apart; in eval mode, give the loss of the same images in all slots."""
 
     def __init__(self, ensemble: MIMO, slots: _Slots, step: Step) -> None:
-        super().__init__(slots, step, ensemble.loss, ensemble.write)
+        super().__init__(slots, step, ensemble.loss, ensemble._write)
         self.slots = (ensemble.members, ensemble.batch_repetition, ensemble.input_repetition)
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:

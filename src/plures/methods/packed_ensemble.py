@@ -81,7 +81,7 @@ class PackedEnsemble(ManyInOne):
         self.seed = seed
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         names = ("members", "alpha", "gamma", "first", "last", "seed")
         packing = Packing(network, *(stored.options[name] for name in names))

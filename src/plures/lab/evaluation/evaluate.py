@@ -153,8 +153,7 @@ def fastest(ensemble: Ensemble) -> Predictor:
 
     The unfolded and the lean engine give its bits, the owned one agrees to about 1e-5: `engine_of` names it.
     """
-    make: Callable[..., Predictor] | None = getattr(ensemble, "engine", None)
-    return ensemble if make is None else make(memory=ENGINE_MEMORY, fold=False)
+    return ensemble.engine(memory=ENGINE_MEMORY, fold=False)
 
 
 def engine_of(predictor: Predictor) -> str | None:

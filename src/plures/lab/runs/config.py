@@ -51,7 +51,7 @@ def describe(
         "method": type(ensemble).__name__,
         "recipe": recipe.as_json(),
         "data": {"fingerprint": data.fingerprint, **asdict(data.info)},
-        "network": digest(json.dumps(ensemble.shapes).encode()),
+        "network": digest(json.dumps(ensemble.given.shapes).encode()),
         "options": ensemble.options(),
         "made": None if made is None else asdict(made),
         "environment": {**environment(), "precision": precision, "threads": torch.get_num_threads()},

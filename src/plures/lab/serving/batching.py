@@ -130,10 +130,9 @@ class Model:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.info = run.info
-        ensemble: Any = run.ensemble
+        ensemble = run.ensemble
         self.device = next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
-        # A split ensemble chooses the engine that is the fastest here; the other methods run as they are.
-        self.predictor = ensemble.engine() if hasattr(ensemble, "engine") else ensemble
+        self.predictor = ensemble.engine()
 
     def answer_many(self, pictures: Sequence[npt.NDArray[np.uint8]]) -> list[Row]:
         """Answer pictures that are prepared: uint8 [size, size, channels]."""

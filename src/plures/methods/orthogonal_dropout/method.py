@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,7 @@ from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_role
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native.library import why_unavailable
 from plures.seeding import check_seed
-from plures.tensors import Moments, canonical, moments, own_tensors, places, restart, shell, tensors
+from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
 Kind = Literal["owned", "unfolded", "lean"]
@@ -52,6 +52,8 @@ class OrthogonalDropout(Ensemble):
     - `roles`: the role of each tensor, from `plures.roles`.
     - `loss`: a function of logits and targets; by default, cross-entropy.
     """
+
+    _apart = True
 
     def __init__(
         self,
@@ -79,34 +81,34 @@ class OrthogonalDropout(Ensemble):
         own = own_tensors(network)
         split = {name: tensor for name, tensor in own.items() if self.roles[name] is Role.SPLIT}
         private = {name: tensor for name, tensor in own.items() if self.roles[name] is Role.PRIVATE}
-        self.partition = Partition({name: tensor.shape for name, tensor in split.items()}, members, granularity)
-        self.private = Private(private, members)
+        self._partition = Partition({name: tensor.shape for name, tensor in split.items()}, members, granularity)
+        self._private = Private(private, members)
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
         self.network = _copied(network)
-        self.draft: nn.Module | None = None  # the member in training, between two of its stages
-        self.progress = phases.Progress(members)
-        self.moments: Moments = moments(network)
-        self.loaded: list[int] | None = None  # set where only some members were read from a file
+        self._draft: nn.Module | None = None  # the member in training, between two of its stages
+        self._progress = phases.Progress(members)
+        self._moments: Moments = moments(network)
+        self._loaded: list[int] | None = None  # set where only some members were read from a file
         self._places = places(network)
         self._ticket = object()  # a new one whenever an open stage gets out of date
         if not optimize_masks:
-            self.partition.randomise(seed)
-        self.partition.to(next(iter(split.values())).device)
+            self._partition.randomise(seed)
+        self._partition.to(next(iter(split.values())).device)
         self.eval()
-        file.warn_if_large(self.split, self.split_from, self.plain_bytes)
+        file.warn_if_large(self._split, self.given.name, self.given.nbytes)
         if init == "given":
-            warn_if_thin(self.partition)
+            warn_if_thin(self._partition)
 
     # Algorithm 1
 
     def plan(self) -> list[Step]:
         """List all stages in order, with the committed ones marked."""
-        if self.loaded is not None:
-            raise PluresError(f"only members {self.loaded} were loaded: load the whole file to train it")
+        if self._loaded is not None:
+            raise PluresError(f"only members {self._loaded} were loaded: load the whole file to train it")
         steps = []
-        claimed = self.partition.claimed()
-        for member, done in enumerate(self.progress.committed):
-            ahead = self.progress.ahead(member, self._phases(claimed - {member}))
+        claimed = self._partition.claimed()
+        for member, done in enumerate(self._progress.committed):
+            ahead = self._progress.ahead(member, self._phases(claimed - {member}))
             steps += [Step(phase, member, True) for phase in done]
             steps += [Step(phase, member, False) for phase in ahead]
             claimed.add(member)
@@ -117,12 +119,12 @@ class OrthogonalDropout(Ensemble):
         if step != due(self.plan()):
             raise self._out_of_date(step)
         member, phase = self._number(step.member), phases.PHASES[step.phase]()
-        network = self._start(member) if self.draft is None else copy.deepcopy(self.draft)
+        network = self._start(member) if self._draft is None else copy.deepcopy(self._draft)
         known = tensors(network)
         for name, tensor in known.items():
             if not phase.trains(self.roles[name]):
                 tensor.requires_grad_(False)
-        masks = {name: phase.mask(known[name], self.partition, name, member) for name in self.owners}
+        masks = {name: phase.mask(known[name], self._partition, name, member) for name in self.owners}
         put_on(network, masks, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket))
         stage.engine = TrainingEngine()
@@ -132,7 +134,7 @@ class OrthogonalDropout(Ensemble):
         """Name the phases of a member: the first may start from given weights, the last takes what is left."""
         if not self.optimize_masks:
             return [phases.Train.name]
-        given_whole = self.init == "given" and not claimed_by_others and not any(self.progress.attempts)
+        given_whole = self.init == "given" and not claimed_by_others and not any(self._progress.attempts)
         takes_the_rest = len(claimed_by_others) == self.members - 1
         skipped = {phases.Pretrain.name: given_whole, phases.Prune.name: takes_the_rest, phases.Finetune.name: False}
         return [phase for phase, skip in skipped.items() if not skip]
@@ -141,7 +143,7 @@ class OrthogonalDropout(Ensemble):
         network = copy.deepcopy(self.network)
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
-            restart(network, self.moments, names, self.seed, "member", member, self.progress.attempts[member])
+            restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
         return network
 
     def _commit(self, stage: Stage, ticket: object) -> None:
@@ -149,16 +151,16 @@ class OrthogonalDropout(Ensemble):
             raise self._out_of_date(stage.step)
         member, phase = self._number(stage.member), phases.PHASES[stage.phase]()
         values = unmasked(stage.network)
-        phases.refuse_other_start(stage, phase, self.split, values)
-        phase.claim(stage.network, self.partition, member)
+        phases.refuse_other_start(stage, phase, self._split, values)
+        phase.claim(stage.network, self._partition, member)
         if phase.completes:
-            self.split.write(member, values)
-            self.draft = None
+            self._split.write(member, values)
+            self._draft = None
         else:
             own = own_tensors(self.network)  # a stage may have rounded what is shared
             shared = {name: tensor for name, tensor in own.items() if self.roles[name] is Role.SHARED}
-            self.draft = refilled(self.network, {**values, **shared})
-        self.progress.committed[member].append(stage.phase)
+            self._draft = refilled(self.network, {**values, **shared})
+        self._progress.committed[member].append(stage.phase)
         self._ticket = object()
 
     def discard(self, member: int, network: nn.Module | None = None) -> None:
@@ -170,27 +172,27 @@ class OrthogonalDropout(Ensemble):
         After loading a complete file, its norm layers start with the values of the network that was passed to `load`.
         """
         self._number(member)
-        busy = self.progress.in_training
+        busy = self._progress.in_training
         if busy not in (None, member):
             raise PluresError(f"member {busy} is in training: finish or discard it before member {member}")
-        if self.loaded is not None:
-            raise PluresError(f"only members {self.loaded} were loaded: load the whole file to change it")
+        if self._loaded is not None:
+            raise PluresError(f"only members {self._loaded} were loaded: load the whole file to change it")
         if network is not None and self.init == "fresh":
             raise PluresError("with init='fresh' a member needs no network to start from: leave it out")
-        if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.shapes:
+        if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.given.shapes:
             raise PluresError("the ensemble was made from another network: its tensors differ from those given")
-        attempts = self.progress.attempts
+        attempts = self._progress.attempts
         if self.init == "given":
             source = copy.deepcopy(self.network if network is None else network)
             if network is None:
-                restart(source, self.moments, self.owners, self.seed, "discard", member, attempts[member])
-            self.split.write(member, tensors(source))
+                restart(source, self._moments, self.owners, self.seed, "discard", member, attempts[member])
+            self._split.write(member, tensors(source))
         if self.optimize_masks:
-            self.partition.release(member)
+            self._partition.release(member)
         attempts[member] = 0 if network is not None else attempts[member] + 1
-        self.progress.committed[member] = []
+        self._progress.committed[member] = []
         self.calibration = None  # of an ensemble that will not come back
-        self.draft = None
+        self._draft = None
         self._ticket = object()
 
     # Prediction
@@ -198,57 +200,43 @@ class OrthogonalDropout(Ensemble):
     @property
     def trained(self) -> list[int]:
         """The members that can predict."""
-        ready = self.progress.trained
-        return ready if self.loaded is None else [member for member in ready if member in self.loaded]
+        ready = self._progress.trained
+        return ready if self._loaded is None else [member for member in ready if member in self._loaded]
 
     @property
     def owners(self) -> dict[str, Tensor]:
         """The owners of each split tensor, by name: uint8, 255 if free; with kernel granularity, one per kernel."""
-        return self.partition.owners()
+        return self._partition.owners()
 
     @property
-    def split(self) -> Split:
+    def _split(self) -> Split:
         """The split network: its weights, their owners, and the members that can predict."""
-        return Split(self.network, self.roles, self.partition, self.private, self.trained)
-
-    def member(self, member: int) -> dict[str, Tensor]:
-        """Return the state dict of one trained member, for a plain network of the same class.
-
-        network.load_state_dict(ensemble.member(2))
-        """
-        values = self.split.member(self._ready(member))
-        return {name: values[first].detach().clone() for name, first in canonical(self.network).items()}
+        return Split(self.network, self.roles, self._partition, self._private, self.trained)
 
     def checkout(self, member: int) -> nn.Module:
         """Return one trained member as a plain network of your own class, in eval mode.
 
         network = ensemble.checkout(2)
         """
-        return self.split.checkout(self._ready(member))
+        return self._split.checkout(self._ready(member))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all trained members, [members, batch, classes]."""
-        return self.join([Arguments(args, kwargs)])
+        return self._outputs([Arguments(args, kwargs)])
 
-    def join(self, batches: list[Any]) -> Tensor:
+    def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
         """Return the logits of several batches, joined; each member is masked once for all of them."""
 
         def run(network: nn.Module) -> Tensor:
-            return torch.stack([self._run(network, member, batches) for member in ready])
+            return torch.stack([self._run(network, member, batches) for member in asked])
 
         ready = self._all_ready()
-        return run(self.network) if torch.compiler.is_compiling() else self.borrow(run)
+        asked = ready if chosen is None else [ready[place] for place in chosen]
+        if torch.compiler.is_compiling():
+            return run(self.network)
+        return self._lender.lend(self, lambda: shell(self.network), run)
 
-    def ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return what one of the trained members gives for several batches, joined."""
-        member = self._all_ready()[index]
-        return self.borrow(lambda network: self._run(network, member, batches))
-
-    def structure(self) -> nn.Module:
-        """Make what a call runs: the structure of the network, into which it puts the tensors of each member."""
-        return shell(self.network)
-
-    def engine(self, kind: Kind | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
+    def engine(self, kind: str | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
         """Make an engine that predicts faster ("owned", "unfolded") or in less memory ("lean") than the ensemble.
 
             engine = ensemble.engine()          # the fastest one available
@@ -264,7 +252,7 @@ class OrthogonalDropout(Ensemble):
         if kind is None:
             kind = self._fastest(len(ready), memory)
         engines: dict[str, Callable[[Split, bool], Engine]] = {"owned": Owned, "unfolded": Unfolded, "lean": Lean}
-        engine = engines[kind](self.split, fold)
+        engine = engines[kind](self._split, fold)
         engine.loss, engine.calibration = self.loss, self.calibration
         return engine
 
@@ -272,7 +260,7 @@ class OrthogonalDropout(Ensemble):
         """Name the fastest engine whose weights fit into some bytes; say in the log where only a library is missing."""
         kind: Kind = "unfolded"
         unfolded = members * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
-        if (memory is None or owned_bytes(self.split) <= memory) and faster_than_unfolded(self.split):
+        if (memory is None or owned_bytes(self._split) <= memory) and faster_than_unfolded(self._split):
             kind = "owned"
         elif memory is not None and unfolded > memory:
             kind = "lean"
@@ -283,7 +271,7 @@ class OrthogonalDropout(Ensemble):
         return kind
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
-        values = self.split.member(member)
+        values = self._split.member(member)
         return torch.cat([logits_of(call_with(network, values, self._places, batch)) for batch in batches])
 
     # What a file holds
@@ -292,25 +280,25 @@ class OrthogonalDropout(Ensemble):
         """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
         return super().options() | {"roles": {name: role.value for name, role in self.roles.items()}}
 
-    def state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Give what a file must know beyond options and tensors, as JSON values."""
-        return {**self.progress.as_json(), "moments": self.moments}
+        return {**self._progress.as_json(), "moments": self._moments}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Give the tensors that a file holds: owners packed, weights by member."""
-        if self.loaded is not None:
-            raise PluresError(f"only members {self.loaded} were loaded: load the whole file to save it again")
-        return file.to_tensors(self.split, self.draft, dtype)
+        if self._loaded is not None:
+            raise PluresError(f"only members {self._loaded} were loaded: load the whole file to save it again")
+        return file.to_tensors(self._split, self._draft, dtype)
 
     @classmethod
-    def check_stored(cls, network: nn.Module, stored: Stored) -> None:
+    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         file.check_stored(network, check_roles(network, stored.options["roles"]), stored.options["members"], stored)
 
     @classmethod
-    def restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
+    def _restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
         """Build an ensemble from what `options`, `state` and `tensors` gave."""
-        cls.check_before_building(network, stored)
+        cls._check_before_building(network, stored)
         # The roles in the file are resolved: what becomes of the classifier is among them.
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         # So are the owners, which would be drawn at random in vain: that took as long as all the rest of loading.
@@ -320,33 +308,33 @@ class OrthogonalDropout(Ensemble):
         ensemble = cls(network, **{**given, "classifier": None, "optimize_masks": True, "init": "fresh"})
         ensemble.classifier, ensemble.init = stored.options["classifier"], stored.options["init"]
         ensemble.optimize_masks = bool(stored.options["optimize_masks"])
-        ensemble.fill(stored)
+        ensemble._fill(stored)
         return ensemble
 
-    def fill(self, stored: Stored) -> None:
+    def _fill(self, stored: Stored) -> None:
         """Take over tensors and progress from a file, all or those of some members."""
-        self.progress.take(stored.state)
-        self.moments = file.moments_from(stored.state["moments"], self.roles)
+        self._progress.take(stored.state)
+        self._moments = file.moments_from(stored.state["moments"], self.roles)
         if stored.members is not None:
-            self.loaded = sorted({self._ready(member) for member in stored.members})
-        file.from_tensors(self.split, stored, range(self.members) if self.loaded is None else self.loaded)
-        resumes = self.loaded is None and self.progress.in_training is not None
-        self.draft = file.draft_from(self.split, stored) if resumes else None
+            self._loaded = sorted({self._ready(member) for member in stored.members})
+        file.from_tensors(self._split, stored, range(self.members) if self._loaded is None else self._loaded)
+        resumes = self._loaded is None and self._progress.in_training is not None
+        self._draft = file.draft_from(self._split, stored) if resumes else None
         self._ticket = object()
 
-    def size_lines(self) -> list[str]:
+    def _size_lines(self) -> list[str]:
         """Say how large the ensemble is, by role."""
-        stored = sum(file.expected_bytes(self.split).values())
-        return [*file.role_lines(self.split), file_line(stored, self.plain_bytes)]
+        stored = sum(file.expected_bytes(self._split).values())
+        return [*file.role_lines(self._split), file_line(stored, self.given.nbytes)]
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
-        return self.progress.as_tensor()
+        return self._progress.as_tensor()
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take the progress from a state dict, and make room for a member in training."""
-        self.progress.take_tensor(state)
-        self.draft = None if self.progress.in_training is None else copy.deepcopy(self.network)
+        self._progress.take_tensor(state)
+        self._draft = None if self._progress.in_training is None else copy.deepcopy(self.network)
         self._ticket = object()
 
     # Checks
@@ -358,7 +346,7 @@ class OrthogonalDropout(Ensemble):
 
     def _ready(self, member: int) -> int:
         if self._number(member) not in self.trained:
-            missing = "is not trained" if self.loaded is None else "was not loaded"
+            missing = "is not trained" if self._loaded is None else "was not loaded"
             raise PluresError(f"member {member} {missing}; trained members: {self.trained or 'none'}")
         return member
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.answers import Prediction
 from plures.calling import Arguments
-from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.tracing import trace
 from plures.methods.orthogonal_dropout.partition import Split
 from plures.methods.orthogonal_dropout.roles import Role
@@ -28,6 +26,7 @@ class Engine(Predictor, ABC):
     engine holds the members that were trained when it was created: create another after further training.
     """
 
+    _apart = True
     kind: ClassVar[str]
     members: list[int]
 
@@ -44,55 +43,17 @@ class Engine(Predictor, ABC):
         """Return the logits of some members for several batches, joined: members outside, batches inside."""
         return torch.stack([self.run(index, batches) for index in indices])
 
-    def ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return what one member gives for several batches, joined."""
-        return self.of_members([index], batches)[0]
+    @property
+    def trained(self) -> list[int]:
+        """The members that predict, in the order of the outputs."""
+        return self.members
 
-    def join(self, batches: list[Any]) -> Tensor:
-        """Return the logits of several batches, joined along the batch axis."""
-        return self.of_members(list(range(len(self.members))), batches)
-
-    def predict(
-        self,
-        inputs: Any,
-        *,
-        batch_size: int | None = None,
-        abstain_below: float | None = None,
-        until: float | None = None,
-        calibrated: bool = True,
-        members: Sequence[int] | None = None,
-    ) -> Prediction:
-        """Predict with all trained members, or with some of them.
-
-            engine = ensemble.engine("lean")
-            engine.predict(images, members=[0, 1])
-
-        Predictions of some members are not calibrated, because calibration is for all members together. Everything else
-        is as in `ensemble.predict`.
-        """
-        if members is None:
-            asked = {"abstain_below": abstain_below, "until": until}
-            return super().predict(inputs, batch_size=batch_size, calibrated=calibrated, **asked)
-        unknown = [member for member in members if member not in self.members]
-        if unknown or not members or len(set(members)) < len(members):
-            raise PluresError(f"members={list(members)}: use one or more of {self.members}, each once")
-        some = _Some(self, [self.members.index(member) for member in members])
-        return some.predict(inputs, batch_size=batch_size, abstain_below=abstain_below, until=until)
+    def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
+        return self.of_members(list(range(len(self.members)) if chosen is None else chosen), batches)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
-        return self.join([Arguments(args, kwargs)])
-
-
-class _Some(Predictor):
-    """Predict with some members of an engine."""
-
-    def __init__(self, engine: Engine, indices: list[int]) -> None:
-        super().__init__()
-        self.engine, self.indices, self.loss = engine, indices, engine.loss
-
-    def join(self, batches: list[Any]) -> Tensor:
-        return self.engine.of_members(self.indices, batches)
+        return self._outputs([Arguments(args, kwargs)])
 
 
 def foldable(split: Split) -> dict[str, str]:

@@ -46,9 +46,9 @@ class Lean(Engine):
                 PackedOwners(spread(owners, weights[name]), split.members), self.members, scales
             )
         self.eval()
-        self.borrow(lambda structure: None)  # makes one for the compiler, which cannot
+        self._lender.lend(self, self._structure, lambda structure: None)  # makes one for the compiler, which cannot
 
-    def structure(self) -> tuple[nn.Module, nn.ModuleDict]:
+    def _structure(self) -> tuple[nn.Module, nn.ModuleDict]:
         """Make what a call runs: the network under masks, which are set to the member to cut out."""
         network, owned = shell((self.network, self.owned))
         put_on(network, {name: owned[inner] for name, inner in self._inner.items()}, self._places)
@@ -65,8 +65,8 @@ class Lean(Engine):
             return torch.cat([logits_of(call_with(network, rows, self._places, batch)) for batch in batches])
 
         if torch.compiler.is_compiling():
-            return masked(self._idle[0][1] if self._idle else self.structure())
-        return self.borrow(masked)
+            return masked(self._lender._idle[0][1] if self._lender._idle else self._structure())
+        return self._lender.lend(self, self._structure, masked)
 
 
 def _detach(network: nn.Module) -> None:
