@@ -350,7 +350,7 @@ def test_a_method_of_another_package_joins_a_comparison_and_its_report(compared:
     assert len(row["member_accuracies"][0]) == 2
     assert row["costs"]["size"] == pytest.approx(2, rel=0.1)
     assert SETS_OUT in Path("runs/digits/mine-herd-classifier=fixed/seed-0", OUTPUT).read_text()
-    assert here("report", "runs/digits")[0] == 0
+    assert here("report", "runs/digits", "--trust-code")[0] == 0
     html = Path("report.html").read_text()
     assert "herd classifier=fixed" in html
     assert "plures train digits --method mine:Herd" in html

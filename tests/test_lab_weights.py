@@ -47,7 +47,7 @@ def test_weights_that_do_not_fit_are_refused(single: Path, tmp_path: Path, capsy
         assert main(["train", "digits", "--weights", str(weights), "--run", str(tmp_path / "x"), *SHORT, *words]) == 2
         return capsys.readouterr().err
 
-    assert "'1.weight' has the shape [32, 64] there and [48, 64] here" in refused(single, "--width", "48")
+    assert "1.weight: [32, 64] in the file, [48, 64] in the network" in refused(single, "--width", "48")
     assert "cannot be read" in refused(tmp_path / "nothing.safetensors")
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04N.")
     assert "cannot be read" in refused(tmp_path / "pickle.pt")

@@ -44,6 +44,7 @@ def push_to_hub(
     predictions: tuple[Tensor, Tensor] | None = None,
     data_dir: str | Path | None = None,
     private: bool = False,
+    trust_code: bool = False,
 ) -> str:
     """Publish an ensemble or a finished run with a model card, and return its address.
 
@@ -52,7 +53,8 @@ def push_to_hub(
 
     A run includes its configuration and metrics, and a reliability diagram of its test images if they are found. For
     an ensemble from your own loop, pass `metrics` for the table of the card, and for the diagram `predictions`: the
-    probabilities [samples, classes] and targets of held-out samples. Log in to the hub with `huggingface-cli login`.
+    probabilities [samples, classes] and targets of held-out samples. A run that names code outside plures as its
+    network or method needs `trust_code`. Log in to the hub with `huggingface-cli login`.
     """
     with TemporaryDirectory() as made:
         folder = Path(made)
@@ -60,7 +62,7 @@ def push_to_hub(
             save(source, folder / ENSEMBLE)
             text, found = card(source, target, metrics, None, picture=predictions is not None), predictions
         else:
-            text, found = _run_into(Path(source), folder, target, data_dir)
+            text, found = _run_into(Path(source), folder, target, data_dir, trust_code)
         if found is not None:
             (folder / "reliability.png").write_bytes(reliability_png(*found))
         (folder / "README.md").write_text(text)
@@ -79,8 +81,8 @@ def from_hub(
         ensemble = plures.from_hub("me/birds")
         ensemble = plures.from_hub("shared/birds", network)
 
-    A published run with a built-in network needs no `network`; for others pass it, as to `plures.load`. Code that an
-    untrusted run names is run only with `trust_code`. A folder that contains a pickle is refused.
+    A published run with a built-in network needs no `network`; for others pass it, as to `plures.load`. Code that a
+    run names is imported only with `trust_code`. A folder that contains a pickle is refused.
     """
     folder = Path(source) if _is_folder(source) else _downloaded(str(source), revision)
     if not files.is_file(folder / ENSEMBLE):
@@ -94,10 +96,10 @@ def from_hub(
 
 
 def _run_into(
-    run: Path, folder: Path, target: str | Path, data_dir: str | Path | None
+    run: Path, folder: Path, target: str | Path, data_dir: str | Path | None, trust_code: bool
 ) -> tuple[str, tuple[Tensor, Tensor] | None]:
     """Copy what of a run is published, write its card, and predict its test images as whoever loads it will."""
-    opened = open_run(run)
+    opened = open_run(run, trust_code=trust_code)
     for name in READ:
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)

@@ -75,21 +75,6 @@ def figure(value: float | None, digits: int = 3) -> str:
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
-def roughly(seconds: float | None) -> str:
-    """Write an estimated time span for people.
-
-    >>> roughly(4000)
-    '1.1 hours'
-    """
-    if seconds is None:
-        return UNKNOWN
-    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= length:
-            amount = seconds / length
-            return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:.0f} {unit}"
-    return "1 second" if 0.5 <= seconds < 1.5 else f"{seconds:.0f} seconds"
-
-
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:
     """Show the metrics of one ensemble, one per line."""
     rows = [
@@ -150,19 +135,16 @@ def answers_table(answers: Sequence["Answer"]) -> Table:
     return table("", columns, lines, words=["file", "label", "one of", "votes"])
 
 
-def recipes_list(recipes: Mapping[str, Recipe], seconds: Mapping[str, float | None]) -> list[Table | str]:
-    """List recipes, with the time that orthogonal dropout takes where it was estimated; fits 80 columns."""
+def recipes_table(recipes: Mapping[str, Recipe]) -> Table:
+    """Return a list of recipes that fits 80 columns."""
     made = Table(box=None, show_header=False, pad_edge=False, width=min(80, console().width))
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, recipe in recipes.items():
         epochs = f"{recipe.epochs.pretrain} + {recipe.epochs.prune} + {recipe.epochs.finetune} epochs"
         network = recipe.model if recipe.width is None else f"{recipe.model} of width {recipe.width}"
-        time = "" if seconds.get(name) is None else f", about {roughly(seconds[name])} on one core of this machine"
-        made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs}{time})"))
-    if any(one is not None for one in seconds.values()):
-        return [made]
-    return [made, "", "plures recipes --measure estimates the training times on this machine."]
+        made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs})"))
+    return made
 
 
 def _temperature(value: float | None) -> str:

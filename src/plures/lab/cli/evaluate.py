@@ -36,7 +36,7 @@ class Evaluate:
     data_dir: DataDir = None
     """The folder of data sets; by default, the environment variable PLURES_DATA."""
     trust_code: Switch = False
-    """Run the code that the run names as its network or method, even if you did not train it."""
+    """Import the code from outside plures that the run names as its network or method."""
     json: Switch = False
     """Print JSON."""
 

@@ -32,7 +32,7 @@ class Export:
     format: Annotated[Literal["onnx", "pt2"] | None, arg(metavar="{onnx,pt2}", help_behavior_hint="")] = None
     """The format, if the file name does not end with it."""
     trust_code: Switch = False
-    """Run the code that the run names as its network or method, even if you did not train it."""
+    """Import the code from outside plures that the run names as its network or method."""
     json: Switch = False
     """Print JSON."""
 

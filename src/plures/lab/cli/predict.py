@@ -46,7 +46,7 @@ class Predict:
     risk: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
     """Abstain so often that at most this share of the remaining labels is wrong."""
     trust_code: Switch = False
-    """Run the code that the run names as its network or method, even if you did not train it."""
+    """Import the code from outside plures that the run names as its network or method."""
     json: Switch = False
     """Print JSON."""
 

@@ -34,7 +34,7 @@ class Report:
     """The folder of data sets; by default, the environment variable PLURES_DATA."""
 
     trust_code: Switch = False
-    """Run the code that the run names as its network or method, even if you did not train it."""
+    """Import the code from outside plures that the run names as its network or method."""
 
     after_interrupt: ClassVar[str] = "nothing was written"
 

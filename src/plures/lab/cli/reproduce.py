@@ -50,7 +50,7 @@ class Reproduce:
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """How many runs to train per method; by default, 3 at the scale paper, 1 at cpu, 2 at digits."""
     dry_run: Switch = False
-    """Only print the plan: runs, epochs, estimated time on this machine, disk space."""
+    """Only print the plan: runs, stages, epochs."""
     runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
     """The folder for all runs."""
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
@@ -78,18 +78,15 @@ class Reproduce:
     def _plan(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab import terminal
         from plures.lab.compare.compare import planned
-        from plures.lab.compare.pool import default_jobs
         from plures.lab.compare.table import plan_table
+        from plures.lab.recipes import RECIPES
 
-        lines = []
-        for comparison in comparisons:
-            print(f"measuring {comparison.name}", file=sys.stderr)
-            lines += list(planned(comparison, self.runs))
-        at_once = self.jobs or default_jobs()
+        lines = [line for comparison in comparisons for line in planned(comparison, self.runs)]
         if self.json:
             print_json({"target": self.target, "scale": self.scale, "plan": [asdict(line) for line in lines]})
         else:
-            terminal.show(plan_table(f"{self.target} at the scale {self.scale}", lines, at_once))
+            about = [f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons]
+            terminal.show(plan_table(f"{self.target} at the scale {self.scale}", lines), *about)
         return 0
 
     def _make(self, comparisons: "Sequence[Comparison]") -> int:

@@ -47,7 +47,7 @@ class Serve:
     wait: Annotated[float, arg(metavar="SECONDS")] = 0.004
     """How long an image waits for others to fill its batch."""
     trust_code: Switch = False
-    """Run the code that the run names as its network or method, even if you did not train it."""
+    """Import the code from outside plures that the run names as its network or method."""
 
     after_interrupt: ClassVar[str] = "the server has ended"
 

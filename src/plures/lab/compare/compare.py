@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -15,13 +16,13 @@ from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, Row, make_rows, with_costs, with_trust
 from plures.lab.data import Data
 from plures.lab.method_names import method_class
+from plures.lab.recipes import Recipe
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder, other_settings
 from plures.lab.runs.open import data_for, ensemble_for, network_for
-from plures.lab.timing.estimates import estimate
 
 Where = Literal["here", "ray"]
-START = 4.0  # seconds until the process of a run has imported everything, and to measure it in the end
+STAND_IN = 64  # channels of the network that stages are counted with
 
 
 def compare(
@@ -46,7 +47,7 @@ def compare(
     tables = [_rows(one, runs, failures) for one in comparisons]
     if any(row.runs and row.costs is None for rows in tables for row in rows):
         print("measuring sizes and speeds", file=sys.stderr)
-    tables = [with_costs(rows) for rows in tables]
+    tables = [with_costs(rows, trust_code=True) for rows in tables]  # code in them was named in the command
     if shift or ood:
         print("measuring under shift and among other data", file=sys.stderr)
         tables = [with_trust(rows, data_dir, shift=shift, ood=ood) for rows in tables]
@@ -86,33 +87,36 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
 
 @dataclass(frozen=True)
 class Planned:
-    """What the runs of one variant take on this machine."""
+    """The runs of one variant: how many there are, how many are done, and the work of those that are missing."""
 
     recipe: str
     variant: str
     runs: int
     done: int
-    epochs: int  # of the runs that are missing
-    seconds: float | None  # of these
-    bytes: int | None
+    stages: int
+    epochs: int
 
 
 def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
-    """Say what a comparison would take, from a few steps of each method on random images."""
+    """Count the runs, stages and epochs of a comparison; nothing is trained or measured."""
     jobs = comparison.jobs(runs)
     for variant in comparison.variants:
         own = [job for job in jobs if job.variant == variant]
         missing = sum(not is_done(job) for job in own)
-        found = estimate(own[0].recipe, variant.method, variant.settings)  # on one core, as each run has
+        recipe = own[0].recipe
+        phases = _phases(variant.method, variant.settings, recipe.members)
+        epochs = sum(map(recipe.epochs.of, phases))
         yield Planned(
-            comparison.name,
-            variant.name,
-            len(own),
-            len(own) - missing,
-            found.epochs * missing if found else 0,
-            (found.seconds + START) * missing if found else None,
-            found.bytes * len(own) if found else None,
+            comparison.name, variant.name, len(own), len(own) - missing, len(phases) * missing, epochs * missing
         )
+
+
+@cache
+def _phases(method: str, settings: tuple[str, ...], members: int) -> list[str]:
+    """List the phases of all stages: they follow from the method and its members, so the network may be a small one."""
+    recipe = Recipe(model="resnet8", width=STAND_IN, members=members)
+    network = network_for(recipe, classes=2, channels=1, size=8)
+    return [step.phase for step in ensemble_for(recipe, method, settings, network).plan()]
 
 
 def refuse_others(job: Job) -> None:

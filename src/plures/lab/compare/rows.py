@@ -20,7 +20,7 @@ from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, pa
 from plures.lab.recipes import RECIPES
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import described
+from plures.lab.runs.open import described, unfinished
 from plures.lab.timing.costs import Costs, kept_costs, measured_costs
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
@@ -45,8 +45,7 @@ class Finished:
             where = "no epoch is done"
             if last is not None:
                 where = f"it stopped in {last['stage']} after epoch {last['epoch']} of {last['epochs']}"
-            command = train_command(config, path)
-            raise PluresError(f"the run in {path} is not finished: {where}; to finish it: {command}")
+            raise unfinished(config, path, f": {where}")
         if not (path / "metrics.json").is_file():
             command = train_command(config, path)
             raise PluresError(f"the run in {path} is trained but not measured; to finish it: {command}")
@@ -154,13 +153,16 @@ def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
 
 
 def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: str | None) -> list[Row]:
-    """Measure the runs of the rows under shift and among other data, where that was not done yet."""
+    """Measure the runs of a comparison under shift and on other data, if that was not done yet.
+
+    Code that they name was given by the user who asked for the comparison: it is trusted.
+    """
 
     def measured(run: Finished) -> Finished:
         def tell(words: str) -> None:
             print(visible(f"{run.name}, seed {run.seed}: {words}"), file=sys.stderr)
 
-        found = measured_trust(run.path, data_dir, shift=shift, ood=ood, tell=tell)
+        found = measured_trust(run.path, data_dir, shift=shift, ood=ood, tell=tell, trust_code=True)
         return replace(run, metrics={**run.metrics, **as_metrics(found)})
 
     return [replace(row, runs=tuple(map(measured, row.runs))) for row in rows]

@@ -303,16 +303,10 @@ def _as_json(row: Row) -> dict[str, Any]:
     }
 
 
-def plan_table(title: str, lines: Sequence[Planned], at_once: int) -> Table:
-    """Show what experiments would take, with its sums; `at_once` runs go on at a time."""
-
-    def cells(name: str, variant: str, counts: Sequence[int], seconds: float | None, size: int | None) -> list[str]:
-        disk = terminal.UNKNOWN if size is None else f"{size / 1e6:,.1f} MB"
-        return [name, variant, *(f"{count:,}" for count in counts), terminal.roughly(seconds), disk]
-
-    rows = [cells(one.recipe, one.variant, (one.runs, one.done, one.epochs), one.seconds, one.bytes) for one in lines]
-    counts = [sum(getattr(one, key) for one in lines) for key in ("runs", "done", "epochs")]
-    seconds, size = sum(one.seconds or 0 for one in lines), sum(one.bytes or 0 for one in lines)
-    rows.append(cells(f"total, {at_once} at a time", "", counts, seconds / at_once, size))
-    headings = ["recipe", "method", "runs", "done", "epochs", "time here", "disk"]
+def plan_table(title: str, lines: Sequence[Planned]) -> Table:
+    """Return the plan of experiments as a table, with its sums."""
+    keys = ("runs", "done", "stages", "epochs")
+    rows = [[one.recipe, one.variant, *(f"{getattr(one, key):,}" for key in keys)] for one in lines]
+    rows.append(["total", "", *(f"{sum(getattr(one, key) for one in lines):,}" for key in keys)])
+    headings = ["recipe", "method", "runs", "done", "stages to train", "epochs to train"]
     return terminal.table(title, headings, rows, words=["recipe", "method"])

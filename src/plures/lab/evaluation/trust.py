@@ -75,7 +75,13 @@ def _makes_sense(found: Trust) -> bool:
 
 
 def measured_trust(
-    folder: Path, data_dir: Path | None, *, shift: bool, ood: str | None, tell: Tell = lambda words: None
+    folder: Path,
+    data_dir: Path | None,
+    *,
+    shift: bool,
+    ood: str | None,
+    tell: Tell = lambda words: None,
+    trust_code: bool = False,
 ) -> Trust:
     """Measure what is asked for and was not measured before, and keep each part in the run folder at once."""
     found = kept_trust(folder)
@@ -84,7 +90,7 @@ def measured_trust(
     ood_missing = ood is not None and found.get("ood", {}).get("data") != ood
     if not (home_missing or shift_missing or ood_missing):
         return found
-    run = open_run(folder)
+    run = open_run(folder, trust_code=trust_code)
     data = run.data(data_dir)
     # Other data that are missing are told before the first long measurement, not after it.
     other = open_data(ood, data_dir=data_dir, like=data.info).test if ood is not None and ood_missing else None

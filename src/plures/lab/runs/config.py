@@ -32,7 +32,6 @@ class Made:
     method: str  # as on the command line
     settings: tuple[str, ...] = ()  # of --set
     recipe: str | None = None  # its name, if it has one
-    signature: str | None = None  # of the user whose code it runs
 
 
 def describe(
@@ -74,7 +73,7 @@ def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
     """
     made = config.get("made")
     if made is not None:
-        return Made(made["method"], tuple(made["settings"]), made["recipe"], made["signature"])
+        return Made(made["method"], tuple(made["settings"]), made["recipe"])
     method = kebab(config["method"])
     usual = inspect.signature(method_class(method)).parameters
     special = {

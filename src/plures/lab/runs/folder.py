@@ -36,7 +36,7 @@ RECORD = {
     **{"stage": str, "phase": str, "member": Maybe(int), "epoch": COUNT, "epochs": COUNT},
     **{"loss": float, "seconds": float, "train_accuracy": Maybe(SHARE), "validation_accuracy": Maybe(SHARE)},
 }
-MADE = {"method": str, "settings": [str], "recipe": Maybe(str), "signature": Maybe(str)}
+MADE = {"method": str, "settings": [str], "recipe": Maybe(str)}
 CONFIG: dict[str, Any] = {
     "method": str,
     "recipe": {"seed": int, "data": str, "model": str},

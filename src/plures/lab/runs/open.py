@@ -1,20 +1,15 @@
-"""Open a run folder: its data, network and ensemble, and whether code that it names is trusted.
+"""Open a run folder: its data, network and ensemble.
 
-A network or method given as module:name is imported, which runs it. A run that was trained here with such code is
-signed with a key of the user's own. Without a signature by the same user, the folder may come from anybody, and its
-code is run only on request.
+A network or method given as module:name is imported, which runs it. The folder may come from anybody, so this is done
+on request only.
 """
 
 import errno
-import hmac
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -58,29 +53,31 @@ def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Mo
 
 
 def with_weights(network: nn.Module, source: str) -> nn.Module:
-    """Fill a network with weights that were trained before: a run of one network, or a file of safetensors.
+    """Return a network with trained weights: of a run of one network, or of a safetensors file.
 
     network = with_weights(network, "runs/digits-deterministic-seed0")
     """
     path = expanded(source)
     if not is_file(path) and path.is_dir():
-        trained = open_run(path).ensemble
-        if not isinstance(trained, Deterministic):
+        run = RunFolder(path)
+        config = run.config()
+        if config["method"] != Deterministic.__name__:
             raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
-        stored = trained.checkout(0).state_dict()
-    else:
-        try:
-            if not is_file(path):  # a pipe would keep us waiting
-                raise FileNotFoundError(errno.ENOENT, "there is no such file")
-            stored = load_file(path)
-        except (OSError, SafetensorError) as error:
-            why = f"the weights {source} cannot be read ({error})"
-            raise PluresError(f"{why}: give a run of one network, or a safetensors file") from error
+        if not run.finished:
+            raise unfinished(config, path)
+        return load(run.ensemble, network).checkout(0)
+    try:
+        if not is_file(path):  # a pipe would keep us waiting
+            raise FileNotFoundError(errno.ENOENT, "there is no such file")
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        why = f"the weights {source} cannot be read ({error})"
+        raise PluresError(f"{why}: give a run of one network, or a safetensors file") from error
     here, there = ({name: list(one.shape) for name, one in part.items()} for part in (network.state_dict(), stored))
     for name in here | there:
         if here.get(name) != there.get(name):
             raise PluresError(
-                f"the weights in {source} belong to another network: {name!r} has the shape {there.get(name)} there "
+                f"the weights in {source} are of another network: {name!r} has the shape {there.get(name)} there "
                 f"and {here.get(name)} here (None: it is missing); give its --model and --width"
             )
     network.load_state_dict(stored)
@@ -161,8 +158,8 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
 
         run = open_run("runs/digits-orthogonal-dropout-seed0")
 
-    A folder is data, with one exception: its network or method may be named as module:name, which is code. It is run
-    where you trained the run yourself, or with `trust_code`.
+    A folder is data, with one exception: its network or method may be named as module:name, which is code. It is
+    imported only with `trust_code`.
     """
     made = read_run(folder, trust_code=trust_code)
     method = method_class(made.method) if is_code(made.method) else None
@@ -175,11 +172,16 @@ def read_run(folder: str | Path, *, trust_code: bool = False) -> Described:
     files = RunFolder(folder)
     config = files.config()
     if not files.finished:
-        raise PluresError(f"the run in {folder} is not finished; to finish it: {train_command(config, files.path)}")
+        raise unfinished(config, files.path)
     recipe, info, made = described(config, files.path)
     if not trust_code:
-        check(config, files.path)
+        check_trust(config, files.path)
     return Described(files.path, made.method, recipe, info, config["data"]["fingerprint"])
+
+
+def unfinished(config: Mapping[str, Any], folder: Path, where: str = "") -> PluresError:
+    """Return the error for a run that is not finished, with the command that finishes it."""
+    return PluresError(f"the run in {folder} is not finished{where}; to finish it: {train_command(config, folder)}")
 
 
 def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo, Made]:
@@ -192,38 +194,12 @@ def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo
         raise PluresError(f"{folder}/config.json is incomplete: {type(error).__name__}: {error}") from error
 
 
-def sign(model: str, method: str) -> str | None:
-    """Sign the code of a run as the user's own; None where there is no code, or no place for a key."""
-    key = _key(make=True) if is_code(model) or is_code(method) else None
-    return None if key is None else _signature(key, model, method)
-
-
-def check(config: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a run whose network or method is code that this user has not trained with."""
+def check_trust(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise an error if opening a run would import code from outside plures."""
     made = config.get("made") or {}
-    model, method = str(config["recipe"].get("model")), str(made.get("method", ""))
-    code = [name for name in (model, method) if is_code(name)]
-    key = _key(make=False) if code else None
-    own = key is not None and hmac.compare_digest(_signature(key, model, method), str(made.get("signature")))
-    if code and not own:
+    names = (str(config["recipe"].get("model")), str(made.get("method", "")))
+    if code := [name for name in names if is_code(name)]:
         raise PluresError(
-            f"{folder} was not trained by you, and opening it runs the code {' and '.join(code)}: check that code, "
-            "and use --trust-code (in Python trust_code=True) if you trust it"
+            f"opening {folder} runs the code {' and '.join(code)}: check that code, and use --trust-code "
+            "(in Python trust_code=True) if you trust it"
         )
-
-
-def _signature(key: bytes, model: str, method: str) -> str:
-    return hmac.digest(key, json.dumps([model, method]).encode(), "sha256").hex()[:32]
-
-
-def _key(*, make: bool) -> bytes | None:
-    """Read the user's key; it is made when it is needed for the first time."""
-    path = Path(platformdirs.user_data_dir("plures")) / "key"
-    try:
-        if make and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(os.urandom(32))
-        return path.read_bytes() or None
-    except OSError:
-        return None

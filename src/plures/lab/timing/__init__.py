@@ -1,1 +1,1 @@
-"""How long things take: times measured in turn, the costs of runs, estimates of recipes."""
+"""How long things take: times measured in turn and the costs of runs."""

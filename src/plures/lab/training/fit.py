@@ -24,7 +24,7 @@ from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, sign, with_weights
+from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
 from plures.lab.training.checkpoint import Position, damaged, pack, position_of, unpack
 from plures.lab.training.distributed import Processes
 from plures.lab.training.loop import StageLoop
@@ -243,7 +243,7 @@ def train(
     if recipe.weights is not None:
         network = with_weights(network, recipe.weights)
     ensemble = ensemble_for(recipe, method, settings, network, begun=RunFolder(run))
-    made = Made(method, tuple(settings), recipe_name, sign(recipe.model, method))
+    made = Made(method, tuple(settings), recipe_name)
     fit(ensemble, data, recipe, run=run, trackers=trackers, made=made)
     return _measured(RunFolder(run), ensemble, data) if PartialState().is_main_process else {}
 
