@@ -65,7 +65,9 @@ def with_weights(network: nn.Module, source: str) -> nn.Module:
             raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
         if not run.finished:
             raise unfinished(config, path)
-        return load(run.ensemble, network).checkout(0)
+        trained = load(run.ensemble, network)
+        assert isinstance(trained, Deterministic)  # as its configuration says
+        return trained.checkout(0)
     try:
         if not is_file(path):  # a pipe would keep us waiting
             raise FileNotFoundError(errno.ENOENT, "there is no such file")
