@@ -4,7 +4,7 @@
     python benchmarks/load_test.py --seconds 20 --clients 32 --bad 10000
 
 An untrained ResNet18 of five members at 32 x 32 pixels answers, in a process of its own. Throughput is measured in turn
-with `engine.predict` on the same pictures in batches, in that process, so that a busy machine slows both.
+with `engine.predict` on the same images in batches, in that process, so that a busy machine slows both.
 """
 
 import argparse
@@ -29,15 +29,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from served import bad_requests, form, png
 
-PICTURES = 256
+IMAGES = 256
 RATIO = 0.7  # of the engine's throughput that the server shall reach
 GROWTH = 0.05  # of resident memory that bad requests may leave behind, between the halves of the test
 LOOKS = 10  # at the memory, half of them in each half
 
 
-def pictures() -> np.ndarray:
-    """Draw the pictures that are asked for."""
-    return np.random.default_rng(0).integers(0, 256, (PICTURES, 32, 32, 3), dtype=np.uint8)
+def images() -> np.ndarray:
+    """Draw the images that are asked for."""
+    return np.random.default_rng(0).integers(0, 256, (IMAGES, 32, 32, 3), dtype=np.uint8)
 
 
 def server(pipe: Connection, width: int) -> None:
@@ -60,7 +60,7 @@ def server(pipe: Connection, width: int) -> None:
     info = DataInfo("load", [str(n) for n in range(10)], 3, 32, 32, False, [0.5] * 3, [0.25] * 3)
     model = Model(Run(Path("load"), "orthogonal-dropout", get_recipe("cifar10"), info, "", ensemble))
     limits = Limits()
-    inputs = info.normalise(torch.from_numpy(pictures()))
+    inputs = info.normalise(torch.from_numpy(images()))
     served = server_for(model, "127.0.0.1", 0, limits)
     thread = threading.Thread(target=served.run)
     thread.start()
@@ -81,11 +81,11 @@ def server(pipe: Connection, width: int) -> None:
 
 
 def alone(model: Any, inputs: Any, batch: int, seconds: float) -> tuple[float, float]:
-    """Measure the engine without a server: pictures per second, and processor time of a picture."""
+    """Measure the engine without a server: images per second, and processor time of a image."""
     done, started, used = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() < started + seconds:
         model.predictor.predict(inputs, batch_size=batch)
-        done += PICTURES
+        done += IMAGES
     return done / (time.perf_counter() - started), (time.process_time() - used) / done
 
 
@@ -202,8 +202,8 @@ def measure(clients: list[Client], good: list[Request], seconds: float, rounds: 
         alone, alone_used = ask(pipe, seconds)
         ratios.append(count / took / alone)
         print(
-            f"served {count / took:.0f} pictures/s, engine alone {alone:.0f}: {ratios[-1]:.2f}; processor time of a "
-            f"picture: server {1000 * used / count:.2f} ms, clients {1000 * (time.process_time() - own) / count:.2f} "
+            f"served {count / took:.0f} images/s, engine alone {alone:.0f}: {ratios[-1]:.2f}; processor time of a "
+            f"image: server {1000 * used / count:.2f} ms, clients {1000 * (time.process_time() - own) / count:.2f} "
             f"ms, engine alone {1000 * alone_used:.2f} ms",
             flush=True,
         )
@@ -218,7 +218,7 @@ def ask(pipe: Connection, question: Any) -> Any:
 
 def insult(clients: list[Client], good: list[Request], bad: int, process: psutil.Process) -> float:
     """Mix bad requests with good ones, and return how much memory they left behind."""
-    strangers = [request(*one) for one in bad_requests(png(pictures()[0]))]
+    strangers = [request(*one) for one in bad_requests(png(images()[0]))]
     each = -(-bad // len(clients))
 
     def mixed(count: int) -> float:
@@ -262,8 +262,8 @@ def main() -> int:
     process = multiprocessing.get_context("spawn").Process(target=server, args=(theirs, options.width), daemon=True)
     process.start()
     port, votes = ours.recv()
-    forms = [form([("a.png", png(pixels))]) for pixels in pictures()]
-    good = [request(f"picture {n}", *form, {200}, votes[n]) for n, form in enumerate(forms)]
+    forms = [form([("a.png", png(pixels))]) for pixels in images()]
+    good = [request(f"image {n}", *form, {200}, votes[n]) for n, form in enumerate(forms)]
     clients = [Client(port) for _ in range(options.clients)]
 
     ratios = measure(clients, good, options.seconds, options.rounds, ours)

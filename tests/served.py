@@ -26,7 +26,7 @@ Answer = tuple[int, Any]
 
 @contextmanager
 def serving(folder: Path, limits: Limits) -> Iterator[int]:
-    """Serve a run in a thread, and give the port."""
+    """Serve a run in a thread, and yield the port."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         server = server_for(Model(open_run(folder)), "127.0.0.1", 0, limits)
@@ -74,26 +74,26 @@ def form(files: list[tuple[str, bytes]], **fields: str) -> tuple[bytes, str]:
 
 
 def post(port: int, *files: bytes, **fields: str) -> Answer:
-    """Send pictures as a form."""
+    """Send images as a form."""
     body, kind = form([(f"{number}.png", contents) for number, contents in enumerate(files)], **fields)
     return request(port, "POST", "/predict", body, kind)
 
 
 def post_json(port: int, *files: bytes, **fields: Any) -> Answer:
-    """Send pictures as base64."""
+    """Send images as base64."""
     images = [base64.b64encode(contents).decode() for contents in files]
     return request(port, "POST", "/predict", json.dumps({"images": images, **fields}).encode())
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """Encode a picture."""
+    """Encode a image."""
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, "PNG")
     return written.getvalue()
 
 
 def huge_png(side: int = 20_000) -> bytes:
-    """Write a small file of a picture that has hundreds of millions of pixels."""
+    """Write a small file of a image that has hundreds of millions of pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -107,11 +107,11 @@ def bad_requests(good: bytes) -> list[tuple[str, bytes, str, set[int]]]:
     """List what strangers send: a name, body, content type, and the answers that are right."""
     multipart = "multipart/form-data; boundary=line"
     return [
-        ("a truncated picture", *form([("a.png", good[:40])]), {422}),
+        ("a truncated image", *form([("a.png", good[:40])]), {422}),
         ("a truncated one that is called too large", *form([("too large.png", good[:40])]), {422}),
-        ("a text file", *form([("a.txt", b"not a picture")]), {422}),
+        ("a text file", *form([("a.txt", b"not a image")]), {422}),
         ("an empty file", *form([("a.png", b"")]), {422}),
-        ("a huge picture", *form([("a.png", huge_png())]), {413}),
+        ("a huge image", *form([("a.png", huge_png())]), {413}),
         ("a thousand files", *form([("a.png", good)] * 1000), {413}),
         ("no file", *form([]), {422}),
         ("a form cut short", form([("a.png", good)])[0][:-30], multipart, {422}),
@@ -122,6 +122,10 @@ def bad_requests(good: bytes) -> list[tuple[str, bytes, str, set[int]]]:
         ("no base64", b'{"images": ["!"]}', "application/json", {422}),
         ("nested JSON", b"[" * 100_000, "application/json", {422}),
         ("a confidence of 7", *form([("a.png", good)], abstain_below="7"), {422}),
+        ("a coverage of 1", *form([("a.png", good)], coverage="1"), {422}),
+        ("a risk that is no number", *form([("a.png", good)], risk="low"), {422}),
+        ("an option with a typing error", *form([("a.png", good)], coverge="0.9"), {422}),
+        ("a wrong option in JSON", b'{"images": ["aGk="], "risk": []}', "application/json", {422}),
         ("another content type", b"x", "text/plain", {415}),
         ("nothing", b"", "application/json", {422}),
     ]

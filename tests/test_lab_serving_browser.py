@@ -1,4 +1,4 @@
-"""The page of `plures serve` as a browser shows it; skipped where no Chromium is installed."""
+"""The page of `plures serve` as a browser shows it; skipped if no Chromium is installed."""
 
 import re
 from collections.abc import Iterator
@@ -45,12 +45,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield driver
 
 
-def picture(seed: int) -> bytes:
+def image(seed: int) -> bytes:
     return png(np.random.default_rng(seed).integers(0, 256, (8, 8), dtype=np.uint8))
 
 
 def cards(browser: Browser, count: int) -> list[str]:
-    """Wait until so many pictures are answered, and read the answers."""
+    """Wait until this many images are answered, and read the answers."""
     WebDriverWait(browser, 600).until(lambda b: len(b.find_elements(By.CSS_SELECTOR, ".card .label")) >= count)
     return [card.text for card in browser.find_elements(By.CLASS_NAME, "card")]
 
@@ -63,12 +63,12 @@ def looks(browser: Browser, width: int, height: int, scheme: str) -> None:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
 
 
-def test_pictures_are_dropped_pasted_chosen_and_answered(browser, page, tmp_path):
+def test_images_are_dropped_pasted_chosen_and_answered(browser, page, tmp_path):
     looks(browser, 1200, 900, "light")
     browser.get(page)
-    browser.execute_script(DROP, list(picture(0)), "dropped.png", "drop")
-    browser.execute_script(DROP, list(picture(1)), "pasted.png", "paste")
-    (tmp_path / "chosen.png").write_bytes(picture(2))
+    browser.execute_script(DROP, list(image(0)), "dropped.png", "drop")
+    browser.execute_script(DROP, list(image(1)), "pasted.png", "paste")
+    (tmp_path / "chosen.png").write_bytes(image(2))
     browser.find_element(By.ID, "files").send_keys(str(tmp_path / "chosen.png"))
     shown = cards(browser, 3)
     assert {name for name in ("dropped.png", "pasted.png", "chosen.png") if any(name in text for text in shown)} == {
@@ -82,7 +82,7 @@ def test_pictures_are_dropped_pasted_chosen_and_answered(browser, page, tmp_path
 
 def test_it_says_that_it_does_not_know_and_why_a_file_has_no_answer(browser, page):
     browser.get(page)
-    browser.execute_script(DROP, list(picture(3)), "unsure.png", "drop")
+    browser.execute_script(DROP, list(image(3)), "unsure.png", "drop")
     (sure,) = cards(browser, 1)
     assert "I do not know" not in sure
     browser.execute_script(SURE, 99)  # answers that are there follow the slider
@@ -104,9 +104,10 @@ def test_nothing_is_loaded_from_elsewhere(browser, page):
 def test_the_page_fits_and_is_readable(browser, page, width, height, scheme):
     looks(browser, width, height, scheme)
     browser.get(page)
-    browser.execute_script(DROP, list(picture(0)), "a-rather-long-name-of-a-picture-of-a-wren.png", "drop")
+    browser.execute_script(DROP, list(image(0)), "a-rather-long-name-of-an-image-of-a-wren.png", "drop")
     (text,) = cards(browser, 1)
     confidence = float(re.search(r"([\d.]+) % confident", text)[1])
+    assert re.search(r"Next: \d [\d.]+ %, \d [\d.]+ %, \d [\d.]+ %", text)
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.find_element(By.ID, "camera").is_displayed() == (width < 500)
     share = browser.execute_script(

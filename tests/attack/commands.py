@@ -117,7 +117,7 @@ BAD = {
     "--port": ["-1", "65536", "1.5", *WORDS],
     "--max-bytes": NO_COUNT,
     "--max-pixels": NO_COUNT,
-    "--max-pictures": NO_COUNT,
+    "--max-images": NO_COUNT,
     "--queue": NO_COUNT,
     "--batch": NO_COUNT,
     "--wait": NO_NUMBER,
@@ -392,7 +392,7 @@ def _options(name: str) -> list[str]:
         "predict": ["--abstain-below", "--coverage", "--risk"],
         "report": ["--out", "--out", "--out", "--data-dir"],
         "export": ["--format"],
-        "serve": ["--host", "--port", "--max-bytes", "--max-pixels", "--max-pictures", "--queue", "--batch", "--wait"],
+        "serve": ["--host", "--port", "--max-bytes", "--max-pixels", "--max-images", "--queue", "--batch", "--wait"],
         "bench": ["--out"],
         "recipes": ["--measure"],
     }.get(name, ["--out"])

@@ -15,7 +15,7 @@ from plures.errors import visible
 from plures.lab.recipes import Recipe
 
 if TYPE_CHECKING:  # a list of recipes needs no torch
-    from plures.lab.evaluation.predict import Answer
+    from plures.lab.evaluation.predict import ImagePrediction
 
 UNKNOWN = "-"
 WIDE = 400  # where there is no screen, lines are not broken
@@ -117,7 +117,7 @@ def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
     return table(title, ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
 
 
-def answers_table(answers: Sequence["Answer"]) -> Table:
+def answers_table(answers: Sequence["ImagePrediction"]) -> Table:
     """Show the predictions for image files."""
     with_sets = any(one.classes is not None for one in answers)
     lines = [

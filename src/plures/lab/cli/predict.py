@@ -56,7 +56,7 @@ class Predict:
         """Predict, and show the votes of the members."""
         from plures.lab import terminal
         from plures.lab.evaluation.evaluate import engine_of, fastest
-        from plures.lab.evaluation.predict import Answer, Failure, Wanted, predict_files
+        from plures.lab.evaluation.predict import Failure, ImagePrediction, Wanted, predict_files
         from plures.lab.runs.open import open_run
 
         if not self.images:
@@ -65,7 +65,7 @@ class Predict:
         predictor = fastest(run.ensemble)
         engine, wanted = engine_of(predictor), Wanted(self.abstain_below, self.coverage, self.risk)
         results = list(predict_files(run, self.images, wanted, predictor))
-        answers = [result for result in results if isinstance(result, Answer)]
+        answers = [result for result in results if isinstance(result, ImagePrediction)]
         failures = [result for result in results if isinstance(result, Failure)]
         for failure in failures:
             print(f"plures: {failure.error}", file=sys.stderr)

@@ -22,10 +22,11 @@ class Serve:
 
     Requests and responses:
       POST /predict takes images (a form with files, or JSON with base64) and
-      responds in the format of `plures predict --json`. GET / is the page,
-      /docs describes the API, /health and /metrics (Prometheus) are for
-      monitoring. Images of simultaneous requests are predicted together.
-      Ctrl-C or SIGTERM stops the server after running requests have finished.
+      the options abstain_below, coverage and risk. It responds in the format
+      of `plures predict --json`. GET / is the page, /openapi.json describes
+      the API, /health and /metrics (Prometheus) are for monitoring. Images
+      of simultaneous requests are predicted together. Ctrl-C or SIGTERM stops
+      the server after running requests have finished.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -38,7 +39,7 @@ class Serve:
     """Refuse longer requests (413)."""
     max_pixels: Annotated[int, arg(metavar="N")] = 40_000_000
     """Refuse images with more pixels (413)."""
-    max_pictures: Annotated[int, arg(metavar="N")] = 64
+    max_images: Annotated[int, arg(metavar="N")] = 64
     """Refuse requests with more images (413)."""
     queue: Annotated[int, arg(metavar="N")] = 512
     """Refuse requests while this many images are waiting (503)."""
@@ -49,7 +50,7 @@ class Serve:
     trust_code: Switch = False
     """Import the code from outside plures that the run names as its network or method."""
 
-    after_interrupt: ClassVar[str] = "the server has ended"
+    after_interrupt: ClassVar[str] = "the server has stopped"
 
     def __call__(self) -> int:
         """Serve until interrupted."""
@@ -59,7 +60,7 @@ class Serve:
             from plures.lab.serving.requests import Limits
         except ModuleNotFoundError as error:
             raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
-        limits = Limits(self.max_bytes, self.max_pixels, self.max_pictures, self.queue, self.batch, self.wait)
+        limits = Limits(self.max_bytes, self.max_pixels, self.max_images, self.queue, self.batch, self.wait)
         from plures.lab.runs.open import open_run
 
         run = open_run(self.run, trust_code=self.trust_code)

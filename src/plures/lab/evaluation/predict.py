@@ -1,6 +1,5 @@
 """Predict image files with a finished run: what `plures predict` does."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plures.answers import ABSTAINED
+from plures.answers import ABSTAINED, Prediction
 from plures.errors import PluresError, visible
 from plures.lab.data import read_image
 from plures.lab.data.pictures import EXTENSIONS, pictures_below, reading
@@ -18,16 +17,17 @@ from plures.prediction import Predictor
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What an ensemble says of one file."""
+class ImagePrediction:
+    """The prediction of an ensemble for one image file."""
 
     file: str
     label: str | None  # None: the ensemble abstains
     confidence: float
-    epistemic: float  # nats that the members disagree by
-    total: float  # nats of uncertainty in all
+    epistemic: float  # nats: the disagreement of the members
+    total: float  # nats: the whole uncertainty
     votes: list[str]  # each member's label
-    classes: list[str] | None = None  # the set that holds the true class as often as was asked for
+    probabilities: dict[str, float]  # of all classes
+    classes: list[str] | None = None  # the set that contains the true class with the probability `coverage`
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Failure:
 
 
 def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
-    """Go through files, and through the pictures in folders and their subfolders by name."""
+    """Iterate over files, and over the images in folders and their subfolders, sorted by name."""
     for path in paths:
         try:
             with reading(path):
@@ -55,28 +55,24 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of an ensemble beyond its labels."""
+    """The options of a prediction."""
 
-    abstain_below: float | None = None  # give no label where the confidence lies below
-    coverage: float | None = None  # give sets of classes that hold the true one so often
-    risk: float | None = None  # give labels of which at most this share is wrong
+    abstain_below: float | None = None  # no label if the confidence is lower
+    coverage: float | None = None  # the probability that the set of classes contains the true class
+    risk: float | None = None  # the largest share of labels that may be wrong
 
 
 def predict_files(
     run: Run, paths: Sequence[Path], wanted: Wanted, predictor: Predictor | None = None
-) -> Iterator[Answer | Failure]:
-    """Predict every picture, or say why it cannot be: one bad file does not stop the others.
+) -> Iterator[ImagePrediction | Failure]:
+    """Predict every image, or yield the reason why not: one bad file does not stop the others.
 
         for result in predict_files(run, [Path("wren.png")], Wanted(coverage=0.9)): ...
 
-    `predictor` is what predicts for the run's ensemble: an engine, or the ensemble itself if not given.
+    `predictor` is an engine of the run's ensemble; by default, the ensemble itself.
     """
     predictor = predictor or run.ensemble
-    if run.ensemble.calibration is None and (wanted.coverage is not None or wanted.risk is not None):
-        raise PluresError(
-            f"the run in {run.path} is not calibrated, so it can guarantee nothing: it had no validation images, or an "
-            "earlier version trained it; remove its metrics.json and repeat its plures train command"
-        )
+    check_calibrated(run, wanted)
     waiting: list[tuple[Path, np.ndarray]] = []
     for path in picture_files(paths):
         if isinstance(path, Failure):
@@ -95,24 +91,46 @@ def predict_files(
 
 def _predict(
     run: Run, predictor: Predictor, pictures: list[tuple[Path, np.ndarray]], wanted: Wanted
-) -> Iterator[Answer]:
+) -> list[ImagePrediction]:
     pixels = torch.from_numpy(np.stack([pixels for _, pixels in pictures]))
     inputs = run.info.normalise(pixels).to(device_of(run.ensemble))
     prediction = predictor.predict(inputs, abstain_below=wanted.abstain_below)
-    sets = None if wanted.coverage is None else prediction.sets(wanted.coverage)
+    return image_predictions(prediction, [visible(str(path)) for path, _ in pictures], run.info.classes, wanted)
+
+
+def check_calibrated(run: Run, wanted: Wanted) -> None:
+    """Raise an error if guarantees are wanted from a run that is not calibrated."""
+    if run.ensemble.calibration is None and (wanted.coverage is not None or wanted.risk is not None):
+        raise PluresError(
+            f"the run in {run.path} is not calibrated, so coverage and risk cannot be guaranteed: it had no validation "
+            "images, or an earlier version trained it; remove its metrics.json and repeat its plures train command"
+        )
+
+
+def image_predictions(
+    prediction: Prediction, files: Sequence[str], names: Sequence[str], wanted: Wanted
+) -> list[ImagePrediction]:
+    """Return a prediction image by image, with class names, sets and abstentions.
+
+    image_predictions(ensemble.predict(images), ["wren.png"], data.info.classes, Wanted(coverage=0.9))[0].classes
+    """
+    sets = None if wanted.coverage is None else prediction.sets(wanted.coverage).tolist()
+    label = prediction.label
     if wanted.risk is not None:
-        careful = prediction.abstain(wanted.risk)
-        prediction = dataclasses.replace(prediction, label=careful.label.where(~prediction.abstained, ABSTAINED))
-    names = run.info.classes
-    votes = prediction.members.argmax(-1)
-    for row, (path, _) in enumerate(pictures):
-        label = int(prediction.label[row])
-        yield Answer(
-            file=visible(str(path)),
+        label = prediction.abstain(wanted.risk).label.where(~prediction.abstained, ABSTAINED)
+    votes = prediction.members.argmax(-1).T.tolist()
+    columns = (prediction.confidence, prediction.epistemic, prediction.total, prediction.probabilities)
+    rows = zip(files, label.tolist(), votes, *(column.tolist() for column in columns), strict=True)
+    return [
+        ImagePrediction(
+            file=file,
             label=None if label == ABSTAINED else names[label],
-            confidence=float(prediction.confidence[row]),
-            epistemic=float(prediction.epistemic[row]),
-            total=float(prediction.total[row]),
-            votes=[names[int(vote)] for vote in votes[:, row]],
+            confidence=confidence,
+            epistemic=epistemic,
+            total=total,
+            votes=[names[vote] for vote in votes],
+            probabilities=dict(zip(names, probabilities, strict=True)),
             classes=None if sets is None else [name for name, held in zip(names, sets[row], strict=True) if held],
         )
+        for row, (file, label, votes, confidence, epistemic, total, probabilities) in enumerate(rows)
+    ]

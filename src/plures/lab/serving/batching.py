@@ -9,8 +9,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from plures.lab.evaluation.predict import Answer
+from plures.answers import Prediction
+from plures.calibration import NumberCalibration
+from plures.lab.evaluation.evaluate import device_of
+from plures.lab.evaluation.predict import Wanted, image_predictions
 from plures.lab.runs.open import Run
 from plures.lab.serving.requests import Limits, Refused
 
@@ -32,41 +36,41 @@ class Batcher(Generic[Item, Reply]):
         answers = await batcher.ask([pixels])
         await batcher.stop()
 
-    A batch starts when it is full, or `wait` seconds after its first item. Items of requests that ended meanwhile are
-    left out.
+    A batch starts when it is full, or `wait` seconds after its first item. Items of requests that were cancelled are
+    left out. `observe` receives the size of every batch.
     """
 
     def __init__(
         self,
         run: Callable[[Sequence[Item]], Sequence[Reply]],
         limits: Limits,
-        told: Callable[[int], None] = lambda size: None,
+        observe: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.run = run
         self.limits = limits
-        self.told = told
+        self.observe = observe
         self._queue: asyncio.Queue[_Waiting[Item, Reply]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, "plures-network")
         self._task: asyncio.Task[None] | None = None
 
     @property
     def waiting(self) -> int:
-        """How many items wait for the network."""
+        """The number of items that wait for the network."""
         return self._queue.qsize()
 
     def start(self) -> None:
-        """Begin to gather; call it in the event loop that asks."""
-        self._task = asyncio.create_task(self._gather())
+        """Start to collect batches; call it in the event loop that asks."""
+        self._task = asyncio.create_task(self._collect())
 
     async def stop(self) -> None:
-        """Answer what waits, then end."""
+        """Answer what is waiting, then stop."""
         await self._queue.join()
         if self._task is not None:
             self._task.cancel()
         self._thread.shutdown()
 
     async def ask(self, items: Sequence[Item]) -> list[Reply]:
-        """Wait for the answers, or refuse at once where too many wait already."""
+        """Return the answers; raise `Refused` at once if too many items are waiting."""
         if self.waiting + len(items) > self.limits.queue:
             raise Refused(503, f"{self.waiting} images are already waiting: try again in a moment")
         loop = asyncio.get_running_loop()
@@ -77,9 +81,9 @@ class Batcher(Generic[Item, Reply]):
             return list(await asyncio.gather(*(one.answer for one in asked)))
         finally:
             for one in asked:
-                one.answer.cancel()  # of a client that left: no batch shall carry it
+                one.answer.cancel()  # the client has left: leave it out of the next batch
 
-    async def _gather(self) -> None:
+    async def _collect(self) -> None:
         while True:
             batch = [await self._queue.get()]
             try:
@@ -95,11 +99,11 @@ class Batcher(Generic[Item, Reply]):
     async def _answer(self, batch: list[_Waiting[Item, Reply]]) -> None:
         if not batch:
             return
-        self.told(len(batch))
+        self.observe(len(batch))
         loop = asyncio.get_running_loop()
         try:
             answers = await loop.run_in_executor(self._thread, self.run, [one.item for one in batch])
-        except Exception as error:  # the network's own: those who asked are told, and the next batch is answered
+        except Exception as error:  # of the network: these requests fail, the next batch is answered
             for one in batch:
                 if not one.answer.done():
                     one.answer.set_exception(error)
@@ -109,48 +113,30 @@ class Batcher(Generic[Item, Reply]):
                 one.answer.set_result(answer)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the ensemble says of one picture, as class numbers."""
-
-    label: int
-    confidence: float
-    epistemic: float
-    total: float
-    votes: list[int]
-
-
 class Model:
-    """Answer batches of prepared pictures with a finished run.
+    """Predict batches of prepared images with a finished run.
 
     model = Model(open_run("runs/birds"))
-    model.answer_many([pixels])[0].confidence
+    model.answers(["wren.png"], model.probabilities([pixels]), Wanted())[0]["label"]
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.info = run.info
-        ensemble = run.ensemble
-        self.device = next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
-        self.predictor = ensemble.engine()
+        self.device = device_of(run.ensemble)
+        self.predictor = run.ensemble.engine()
 
-    def answer_many(self, pictures: Sequence[npt.NDArray[np.uint8]]) -> list[Row]:
-        """Answer pictures that are prepared: uint8 [size, size, channels]."""
-        inputs = self.info.normalise(torch.from_numpy(np.stack(pictures))).to(self.device)
-        found = self.predictor.predict(inputs)
-        columns = (found.label, found.confidence, found.epistemic, found.total, found.members.argmax(-1).T)
-        return [Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    def probabilities(self, images: Sequence[npt.NDArray[np.uint8]]) -> list[Tensor]:
+        """Return the members' probabilities, [members, classes], for each image, uint8 [size, size, channels]."""
+        inputs = self.info.normalise(torch.from_numpy(np.stack(images))).to(self.device)
+        return list(self.predictor.predict(inputs).members.cpu().unbind(1))
 
-    def as_json(self, name: str, row: Row, abstain_below: float | None) -> dict[str, Any]:
-        """Word an answer as `plures predict --json` does."""
-        names = self.info.classes
-        undecided = abstain_below is not None and row.confidence < abstain_below
-        answer = Answer(
-            file=name,
-            label=None if undecided else names[row.label],
-            confidence=row.confidence,
-            epistemic=row.epistemic,
-            total=row.total,
-            votes=[names[vote] for vote in row.votes],
-        )
-        return vars(answer)  # asdict copies every value, which takes as long as all the rest
+    def answers(self, names: Sequence[str], rows: Sequence[Tensor], wanted: Wanted) -> list[dict[str, Any]]:
+        """Return answers in the format of `plures predict --json`."""
+        if not rows:
+            return []
+        calibration = self.predictor.calibration
+        assert not isinstance(calibration, NumberCalibration)  # networks for images classify
+        prediction = Prediction.from_members(torch.stack(list(rows), dim=1), wanted.abstain_below, calibration)
+        found = image_predictions(prediction, names, self.info.classes, wanted)
+        return [vars(one) for one in found]  # asdict copies every value, which takes as long as all the rest

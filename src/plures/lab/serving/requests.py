@@ -1,106 +1,143 @@
-"""Read the images of a request, within limits, and refuse bad requests."""
+"""Read the images and options of a request, within limits, and refuse bad requests."""
 
 import asyncio
 import base64
 import binascii
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from plures.checks import number, whole_number
-from plures.errors import visible
+from plures.errors import PluresError, visible
 from plures.lab.data.pictures import TooLarge, centre, decode, open_picture, to_pixels, to_square
 from plures.lab.data.split import DataInfo
+from plures.lab.evaluation.predict import Wanted
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bound what requests may cost: memory, time, and how many wait."""
+    """Limit the memory, the time and the number of waiting images that requests may cost."""
 
-    bytes: int = 16 * 2**20  # of a request; what is longer is answered with 413
-    pixels: int = 40_000_000  # of a picture, before it is decoded: 413
-    pictures: int = 64  # of a request: 413
-    queue: int = 512  # pictures that wait for the network: 503 beyond
-    batch: int = 64  # pictures in the network at once
-    wait: float = 0.004  # seconds that the first picture of a batch waits for others
-    read: float = 20.0  # seconds that a client may take to send its request: 408
+    bytes: int = 16 * 2**20  # per request, else 413
+    pixels: int = 40_000_000  # per image, checked before it is decoded, else 413
+    images: int = 64  # per request, else 413
+    queue: int = 512  # images that wait for the network, else 503
+    batch: int = 64  # images in the network at once
+    wait: float = 0.004  # seconds that the first image of a batch waits for others
+    read: float = 20.0  # seconds that a client may take to send the body of its request, else 408
 
     def __post_init__(self) -> None:
-        for name in ("bytes", "pixels", "pictures", "queue", "batch"):
+        for name in ("bytes", "pixels", "images", "queue", "batch"):
             whole_number(name, getattr(self, name))
         number("wait", self.wait, "0 seconds or more", above=-1e-9)
         number("read", self.read, "a number of seconds above 0", above=0)
 
 
-class Refused(Exception):  # noqa: N818 (it is an answer)
-    """End a request with a status and one sentence."""
+class Refused(PluresError):  # noqa: N818 (it is an answer)
+    """End a request with a status and one sentence.
+
+    raise Refused(413, "65 images are more than 64 per request: send fewer")
+    """
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
-        self.sentence = sentence
+
+
+class Options(BaseModel, extra="forbid"):
+    """The options of a request, in its form, its JSON or its address."""
+
+    abstain_below: float | None = Field(None, ge=0, le=1, description="no label if the confidence is lower")
+    coverage: float | None = Field(
+        None, gt=0, lt=1, description="the probability that the set `classes` contains the true class"
+    )
+    risk: float | None = Field(None, gt=0, lt=1, description="the largest share of labels that may be wrong")
+
+
+class FormBody(Options):
+    """A form with image files."""
+
+    files: list[bytes] = []
+
+
+class JSONBody(Options):
+    """Images as base64 or data URLs, in JSON."""
+
+    images: list[str]
 
 
 HOW = 'send multipart/form-data with files, or application/json {"images": [base64, ...]}'
+DESCRIPTION = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {"schema": FormBody.model_json_schema()},
+            "application/json": {"schema": JSONBody.model_json_schema()},
+        },
+    },
+    "responses": {
+        "408": {"description": "the request took too long to arrive"},
+        "413": {"description": "too many bytes, pixels or images"},
+        "415": {"description": "neither a form nor JSON"},
+        "422": {"description": "an image or option cannot be used; images that can be read are still predicted"},
+        "503": {"description": "too many images are waiting"},
+    },
+}
 
 
-class Picture(NamedTuple):
-    """An encoded picture of a request, with what the client calls it."""
+class Upload(NamedTuple):
+    """An encoded image of a request, with the name that the client gave it."""
 
     name: str
     encoded: bytes
 
 
-class Asked(NamedTuple):
-    """What a request asks: pictures, and below which confidence it wants no label."""
+async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], Wanted]:
+    """Return the images and options of a request.
 
-    pictures: list[Picture]
-    abstain_below: float | None
-
-
-async def read_request(request: Request, limits: Limits) -> Asked:
-    """Read the pictures of a request, within the limits.
-
-    asked = await read_request(request, Limits())
+    uploads, wanted = await read_request(request, Limits())
     """
     body = await _body(request, limits)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        pictures, abstain = await _from_form(request, body, limits)
+        uploads, fields = await _from_form(request, body, limits)
     elif kind == "application/json":
-        pictures, abstain = _from_json(body)
+        uploads, fields = _from_json(body)
     else:
         raise Refused(415, f"the content type is {visible(kind[:100])!r}: {HOW}")
-    if not pictures:
+    if not uploads:
         raise Refused(422, f"there is no image in this request: {HOW}")
-    if len(pictures) > limits.pictures:
-        raise Refused(413, f"{len(pictures)} images are more than {limits.pictures} per request: send fewer")
-    return Asked(pictures, _confidence(request.query_params.get("abstain_below", abstain)))
+    if len(uploads) > limits.images:
+        raise Refused(413, f"{len(uploads)} images are more than {limits.images} per request: send fewer")
+    fields |= request.query_params
+    try:
+        options = Options.model_validate({name: value for name, value in fields.items() if value != ""})
+    except ValidationError as error:
+        raise _refusal(error) from error
+    return uploads, Wanted(**options.model_dump())
 
 
-def prepare(picture: Picture, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8]:
-    """Decode a picture and prepare it as the pictures of a data set were, or say why that cannot be."""
-    opened = open_picture(picture.encoded, picture.name)
+def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8]:
+    """Decode an image and prepare it like the images of a data set."""
+    opened = open_picture(upload.encoded, upload.name)
     if opened.width * opened.height > limits.pixels:
         most = f"images may have at most {limits.pixels:,} pixels"
-        raise TooLarge(f"{picture.name} is too large: {most}; make it smaller")
-    decoded = decode(opened, info.channels, picture.name)
+        raise TooLarge(f"{upload.name} is too large: {most}; make it smaller")
+    decoded = decode(opened, info.channels, upload.name)
     return to_pixels(centre(to_square(decoded, info.cache_size), info.size)).copy()
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
     too_long = Refused(413, f"this request has more than {limits.bytes:,} bytes: send fewer or smaller images")
-    if request.headers.get("content-length", "0").isdigit() is False:
-        raise Refused(400, "the content length is not a number")
-    if int(request.headers.get("content-length", "0")) > limits.bytes:
+    if int(request.headers.get("content-length", "0")) > limits.bytes:  # the protocol has checked that it is a number
         raise too_long
     parts, length = [], 0
     try:
@@ -115,7 +152,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[list[Picture], Any]:
+async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[list[Upload], dict[str, Any]]:
     async def stream() -> AsyncIterator[bytes]:
         yield body
 
@@ -123,47 +160,45 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
     end = b"--" + boundary + b"--"
     if not boundary or not body[-len(end) - 64 :].rstrip().endswith(end):
         raise Refused(422, f"the form is cut short or has no boundary: {HOW}")
-    parser = MultiPartParser(request.headers, stream(), max_files=limits.pictures, max_fields=8)  # type: ignore[arg-type]
+    parser = MultiPartParser(request.headers, stream(), max_files=limits.images, max_fields=8)  # type: ignore[arg-type]
     try:
         form = await parser.parse()
     except MultiPartException as error:
         status = 413 if error.message.startswith("Too many") else 422
         raise Refused(status, f"the form cannot be read: {error.message}") from error
-    except (KeyError, ValueError, UnicodeDecodeError) as error:  # no boundary, or a name that is no text
+    except (KeyError, ValueError, UnicodeDecodeError) as error:  # a name that is not text
         raise Refused(422, f"the form cannot be read: {HOW}") from error
+    uploads, fields = [], {}
     try:
-        files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-        pictures = [Picture(visible((file.filename or "picture")[:200]), await file.read()) for file in files]
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                uploads.append(Upload(visible((value.filename or "image")[:200]), await value.read()))
+            else:
+                fields[name] = value
     finally:
         await form.close()
-    return pictures, form.get("abstain_below")
+    return uploads, fields
 
 
-def _from_json(body: bytes) -> tuple[list[Picture], Any]:
+def _from_json(body: bytes) -> tuple[list[Upload], dict[str, Any]]:
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(422, f"this is not JSON: {HOW}") from error
-    images = asked.get("images") if isinstance(asked, dict) else None
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise Refused(422, f"the JSON has no list of strings `images`: {HOW}")
-    pictures = []
-    for place, image in enumerate(images):
+        given = JSONBody.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from error
+    uploads = []
+    for place, image in enumerate(given.images):
         try:
             encoded = base64.b64decode(image.partition(",")[2] if image.startswith("data:") else image, validate=True)
         except (binascii.Error, ValueError) as error:
             raise Refused(422, f"image {place} is not base64: {HOW}") from error
-        pictures.append(Picture(f"image {place}", encoded))
-    return pictures, asked.get("abstain_below")
+        uploads.append(Upload(f"image {place}", encoded))
+    return uploads, given.model_dump(exclude={"images"}, exclude_none=True)
 
 
-def _confidence(given: Any) -> float | None:
-    if given is None or given == "":
-        return None
-    try:
-        value = float(given)
-    except (TypeError, ValueError):
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise Refused(422, f"abstain_below={visible(str(given)[:50])!r}; use a number from 0 to 1")
-    return value
+def _refusal(error: ValidationError) -> Refused:
+    """Return the first problem that pydantic found, as one sentence."""
+    first = error.errors(include_url=False)[0]
+    given = visible(repr(first["input"])[:50])
+    where = visible(".".join(map(str, first["loc"]))[:50]) or "the request"
+    what = first["msg"][:1].lower() + first["msg"][1:200]
+    return Refused(422, f"{where} = {given}: {what}; {HOW}")
