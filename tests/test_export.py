@@ -1,7 +1,6 @@
 """An exported file answers as `predict`, for every method, from one file at any batch, without torch."""
 
 import copy
-import dataclasses
 import functools
 import json
 import re
@@ -22,16 +21,14 @@ from torch.nn import functional as F
 import networks
 import plures
 from networks import images
-from plures.calibration import ClassCalibration
-from plures.calling import arguments
-from plures.exporting.answers import ClassAnswer, answer_of
-from plures.exporting.members import members_of, pack_bytes, unpack_bytes
+from plures.exporting.inference import CLASS_OUTPUTS, Inference
+from plures.exporting.members import pack_bytes, unpack_bytes
 from plures.lab.models.resnet import BasicBlock, ResNet
 from test_contract import METHODS, RANDOM_PREDICTION, identify, train, trained
 
 # One of each method; that of MC dropout draws other masks than `predict`, and has a test of its own.
 ONE_OF_EACH = list({method[0]: method for method in METHODS if method[0] not in RANDOM_PREDICTION}.values())
-OUTPUTS = ClassAnswer.outputs
+OUTPUTS = CLASS_OUTPUTS
 SPLIT = ("OrthogonalDropout", {"members": 2})
 GUIDE = Path(__file__).parent.parent / "docs/guide/deploying.md"
 
@@ -117,23 +114,6 @@ def test_every_method_answers_as_predict_calibrated(method, tmp_path):
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
-TEMPERATURES = st.floats(0.2, 5)
-
-
-@given(st.lists(TEMPERATURES, min_size=3, max_size=3), TEMPERATURES, st.integers(0, 2**31), st.booleans())
-def test_any_calibration_is_answered_as_by_a_prediction(own, temperature, seed, dense):
-    """What is traced, before it is: every temperature, of classes and of maps of classes."""
-    shape = (3, 4, 5, 2, 2) if dense else (3, 4, 5)
-    logits = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    targets = torch.arange(logits[0, :, 0].numel()).reshape(logits[0, :, 0].shape) % 5
-    fitted = ClassCalibration.fit(logits.softmax(2), targets)
-    calibration = dataclasses.replace(
-        fitted, member_temperatures=torch.tensor(own).double(), temperatures=torch.full((3,), temperature).double()
-    )
-    answer = ClassAnswer(nn.Identity(), arguments(logits), calibration=calibration)
-    assert_same(answer(logits), plures.Prediction.from_logits(logits, calibration=calibration))
-
-
 def regression(loss):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -155,7 +135,7 @@ def test_a_regression_ensemble_answers_as_regress(tmp_path):
 def untraced(ensemble, x):
     """What a file would answer, before it is traced: most of what can go wrong does so there, and it takes no time."""
     with torch.no_grad():
-        return answer_of(ensemble, members_of(ensemble), x)(x)
+        return Inference(ensemble, x)(x)
 
 
 class Segmenter(nn.Module):
@@ -294,7 +274,7 @@ def test_the_file_says_what_it_is_and_nothing_of_this_machine(from_pixels):
     assert found["provenance"] == {"data": "birds"}
     assert found["plures"]["method"] == "OrthogonalDropout"
     assert found["plures"]["version"] == plures.__version__
-    assert found["plures"]["calibration"] is None
+    assert found["plures"]["calibration"] == "not calibrated"
     assert __file__.encode() not in path.read_bytes()
     assert b"site-packages" not in path.read_bytes()
 
@@ -320,6 +300,98 @@ def test_a_process_without_torch_runs_the_file(from_pixels, tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-4)
 
 
+# --- never wrong in silence
+
+
+class Centred(nn.Module):
+    """Samples of one batch influence each other."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_network_whose_samples_influence_each_other_answers_as_predict(ending, tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), Centred(), nn.Linear(8, networks.CLASSES))
+    ensemble = committed(plures.OrthogonalDropout(network, members=2, optimize_masks=False))
+    plures.export(ensemble, tmp_path / f"e.{ending}", images(2))
+    if ending == "onnx":
+        assert_agrees(tmp_path / "e.onnx", ensemble)
+        return
+    program = torch.export.load(tmp_path / "e.pt2").module()
+    for batch in (1, 5):
+        assert_same(program(images(batch)), ensemble.predict(images(batch)))
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+class Counting(nn.Module):
+    """Its output depends on how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + self.calls % 2)
+
+
+@pytest.mark.parametrize("layer", [Noisy, Counting])
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_file_that_would_answer_otherwise_is_not_written(layer, ending, tmp_path):
+    with pytest.raises(plures.PluresError, match=r"is not written: for \d samples its members differ") as caught:
+        plures.export(one(layer()), tmp_path / f"e.{ending}", images(2))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_another_precision_is_answered_as_by_predict_or_refused_in_one_sentence(dtype, tmp_path):
+    ensemble = copy.deepcopy(trained(SPLIT, two_layers)).to(dtype)
+    x = images(3).to(dtype)
+    plures.export(ensemble, tmp_path / "e.pt2", x)
+    outputs, expected = torch.export.load(tmp_path / "e.pt2").module()(x), ensemble.predict(x)
+    for field in OUTPUTS:
+        torch.testing.assert_close(outputs[field], getattr(expected, field), atol=1e-5, rtol=0)
+    if dtype == torch.bfloat16:
+        with pytest.raises(plures.PluresError, match="onnxruntime cannot run .* use format='pt2'"):
+            plures.export(ensemble, tmp_path / "e.onnx", x)
+        return
+    plures.export(ensemble, tmp_path / "e.onnx", x)
+    (outputs,) = run(tmp_path / "e.onnx", [x])
+    np.testing.assert_allclose(outputs["probabilities"], expected.probabilities, atol=1e-2)
+
+
+def test_a_part_of_an_ensemble_is_told_to_be_uncalibrated(tmp_path, caplog):
+    import onnx
+
+    ensemble = copy.deepcopy(trained(("OrthogonalDropout", {"members": 3, "optimize_masks": False}), two_layers))
+    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES)
+    plures.save(ensemble, tmp_path / "e.safetensors")
+    assert not caplog.messages
+    some = plures.load(tmp_path / "e.safetensors", two_layers, members=[0, 2])
+    assert "without its calibration" in caplog.text
+    assert "members=[0, 2]" in caplog.text
+    written = plures.export(some, tmp_path / "e.onnx", images(2))
+    assert written.calibration == "not calibrated"
+    about = {entry.key: json.loads(entry.value) for entry in onnx.load(tmp_path / "e.onnx").metadata_props}
+    assert about["plures"]["calibration"] == "not calibrated"
+    assert_agrees(tmp_path / "e.onnx", some)
+
+
+def test_the_calibration_of_other_members_is_refused(tmp_path):
+    ensemble = plures.OrthogonalDropout(two_layers(), members=3, optimize_masks=False)
+    next(iter(ensemble.stages())).commit()
+    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES)
+    committed(ensemble)
+    with pytest.raises(plures.PluresError, match="calibrated with 1 members and has 3 now"):
+        plures.export(ensemble, tmp_path / "e.pt2", images(2))
+
+
 # --- bad input
 
 
@@ -338,12 +410,14 @@ def one(*layers):
     return plures.Deterministic(network)
 
 
-def test_a_network_that_cannot_be_traced_is_told_by_operator_and_module(tmp_path):
-    with pytest.raises(plures.PluresError, match=r"__bool__ in 2 \(Branches\) cannot be traced") as caught:
+def test_a_network_that_cannot_be_traced_is_told_by_its_line(tmp_path):
+    with pytest.raises(
+        plures.PluresError, match=r"test_export.py, line \d+, `return x if x.sum\(\) > 0 else -x`, cannot be"
+    ) as caught:
         plures.export(one(Branches()), tmp_path / "e.onnx", images(2))
     assert "\n" not in str(caught.value)
     split = committed(plures.OrthogonalDropout(one(Branches()).network, members=2, optimize_masks=False))
-    with pytest.raises(plures.PluresError, match=r"__bool__ in 2 \(Branches\)"):
+    with pytest.raises(plures.PluresError, match=r"`return x if x.sum\(\) > 0 else -x`"):
         plures.export(split, tmp_path / "e.onnx", images(2))
     assert not list(tmp_path.iterdir())
 

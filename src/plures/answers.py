@@ -11,7 +11,8 @@ from plures.calibration import ClassCalibration, NumberCalibration
 from plures.checks import number
 from plures.errors import PluresError
 from plures.losses import mean_and_variance
-from plures.metrics import uncertainty
+from plures.metrics.arrays import distributions
+from plures.metrics.confidence import doubt
 
 ABSTAINED = -1  # the label of a sample that the ensemble was asked not to decide
 
@@ -119,7 +120,7 @@ class Prediction:
         if bool(members.isnan().any()):
             member, sample, *_ = members.isnan().nonzero()[0].tolist()
             raise PluresError(f"member {member} returned infinite logits for sample {sample}: are the weights huge?")
-        return cls.from_members(members, abstain_below, calibration)
+        return cls.computed(members, calibration, abstain_below)
 
     @classmethod
     def from_members(
@@ -129,20 +130,38 @@ class Prediction:
 
         prediction = Prediction.from_members(ensemble(images).softmax(2))
         """
+        if members.numel():
+            distributions("members", members, rank=3, dense=True)
+        return cls.computed(members, calibration, abstain_below)
+
+    @classmethod
+    def computed(
+        cls, members: Tensor, calibration: ClassCalibration | None = None, abstain_below: float | None = None
+    ) -> "Prediction":
+        """Compute a prediction without looking at the numbers: `predict` and exported files share these operations.
+
+        Prediction.computed(ensemble(images).softmax(2)).label
+        """
         if abstain_below is not None and not 0 <= abstain_below <= 1:
             raise PluresError(f"abstain_below={abstain_below}; use a number from 0 to 1")
         mean = members.mean(0)
-        something = bool(members.numel())
-        probabilities = calibration.probabilities(members) if calibration is not None and something else mean
+        probabilities = mean if calibration is None else calibration.probabilities(members)
         confidence, label = probabilities.max(1)
         if abstain_below is not None:
             label = torch.where(confidence < abstain_below, ABSTAINED, label)
-        used = torch.full(label.shape[:1], len(members), device=label.device)
-        if not something:  # a batch of nothing has no uncertainty
-            return cls(mean, label, confidence, members, confidence, confidence, confidence, mean, used, calibration)
-        split = uncertainty(members)
-        doubt = (split.total, split.aleatoric, split.epistemic)
-        return cls(probabilities, label, confidence, members, *doubt, mean, used, calibration)
+        split = doubt(members, axis=2)
+        return cls(
+            probabilities=probabilities,
+            label=label,
+            confidence=confidence,
+            members=members,
+            total=split.total,
+            aleatoric=split.aleatoric,
+            epistemic=split.epistemic,
+            uncalibrated=mean,
+            members_used=torch.full(label.shape[:1], len(members), device=label.device),
+            calibration=calibration,
+        )
 
     def _calibrated(self, asked: str) -> ClassCalibration:
         if self.calibration is None:
@@ -214,25 +233,36 @@ class Regression:
         >>> answer.mean.item(), answer.aleatoric.item(), answer.epistemic.item()
         (2.0, 1.0, 1.0)
         """
-        if outputs.dim() == 2:  # a network of one number without an axis for it
-            outputs = outputs[..., None]
-        if outputs.dim() != 3:
+        if outputs.dim() not in (2, 3):
             raise PluresError(
                 f"outputs have shape {tuple(outputs.shape)}; regression expects [members, batch, numbers]"
             )
         _refuse_nan(outputs)
+        made = cls.computed(outputs, variance=variance, calibration=calibration)
+        finite = made.mean.isfinite() & made.std.isfinite()
+        if not bool(finite.all()):
+            sample = int(finite.logical_not().nonzero()[0, 0])
+            raise PluresError(f"the members returned infinite numbers for sample {sample}: are the weights huge?")
+        return made
+
+    @classmethod
+    def computed(
+        cls, outputs: Tensor, *, variance: bool = False, calibration: NumberCalibration | None = None
+    ) -> "Regression":
+        """Compute a prediction without looking at the numbers: `regress` and exported files share these operations.
+
+        Regression.computed(forecaster(x), variance=True).std
+        """
         values = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        values = values[..., None] if values.dim() == 2 else values  # a network of one number without an axis for it
         means, variances = mean_and_variance(values, axis=2) if variance else (values, None)
-        epistemic = (means - means.mean(0)).square().mean(0)
+        mean = means.mean(0)
+        epistemic = (means - mean).square().mean(0)
         aleatoric = torch.zeros_like(epistemic) if variances is None else variances.mean(0)
         if calibration is not None:
             square = calibration.scale.to(epistemic).square()
             epistemic, aleatoric = square * epistemic, square * aleatoric
-        mean, std = means.mean(0), (aleatoric + epistemic).sqrt()
-        if not bool((mean.isfinite() & std.isfinite()).all()):
-            sample = int((mean.isfinite() & std.isfinite()).logical_not().nonzero()[0, 0])
-            raise PluresError(f"the members returned infinite numbers for sample {sample}: are the weights huge?")
-        return cls(mean, std, aleatoric, epistemic, means, variances, calibration)
+        return cls(mean, (aleatoric + epistemic).sqrt(), aleatoric, epistemic, means, variances, calibration)
 
     def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> Interval:
         """Return bounds between which each number lies with the given probability.

@@ -6,6 +6,7 @@ The ensemble's file stores it, so a process that never saw the data gives the sa
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -15,6 +16,7 @@ from plures.errors import PluresError
 from plures.guarantees import Selection, adaptive_scores, ambiguity_scores, of_targets, quantile, select
 from plures.metrics import nll, temperature, tempered
 from plures.metrics.arrays import labelled, numbers
+from plures.metrics.confidence import soften
 
 MARGINS = 101  # steps of a hundredth, from 0 to 1, at which members on demand are weighed
 
@@ -64,7 +66,7 @@ class ClassCalibration:
         own = torch.ones(len(flat), dtype=torch.float64)
         if per_member:
             own = torch.tensor([temperature(member, labels) for member in flat], dtype=torch.float64)
-        warmed = _each_tempered(flat, own)
+        warmed = _each_tempered(flat, own.tolist())
         if nll(tempered(warmed.mean(0), _best(warmed.mean(0), labels)), labels) > nll(plain, labels):
             own, warmed = torch.ones_like(own), flat  # sharper members can make a worse mean
         temperatures = [_best(warmed[: count + 1].mean(0), labels) for count in range(len(flat))]
@@ -101,13 +103,18 @@ class ClassCalibration:
         kept = [max(members - 1, 0), MARGINS if samples else 0]
         return {"temperatures": [members], "member_temperatures": [members], "nll": [2], **each, "kept": kept}
 
+    @cached_property
+    def constants(self) -> tuple[list[float], list[float]]:
+        """The temperatures of the mean of the first members and of each member, as an exported program holds them."""
+        return self.temperatures.tolist(), self.member_temperatures.tolist()
+
     def mean(self, members: Tensor) -> Tensor:
         """Average the probabilities of the first members, [members or fewer, batch, classes, ...]."""
-        return _each_tempered(members, self.member_temperatures[: len(members)]).mean(0)
+        return _each_tempered(members, self.constants[1][: len(members)]).mean(0)
 
     def probabilities(self, members: Tensor) -> Tensor:
         """Average and calibrate the probabilities of the first members, [members or fewer, batch, classes, ...]."""
-        return tempered(self.mean(members), float(self.temperatures[len(members) - 1]), axis=1)
+        return soften(self.mean(members), self.constants[0][len(members) - 1], axis=1)
 
     def sets(self, probabilities: Tensor, coverage: float, adaptive: bool, penalty: float, free: int) -> Tensor:
         """Say which classes belong to each sample's set, from the uncalibrated probabilities [batch, classes]."""
@@ -253,7 +260,7 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
         )
     made = KINDS[kind](**{field.name: read(PREFIX + field.name) for field in fields(KINDS[kind])})
     expected = made.shapes()
-    for name, tensor in vars(made).items():
+    for name, tensor in [(field.name, getattr(made, field.name)) for field in fields(made)]:
         if list(tensor.shape) != expected[name] or tensor.is_floating_point() == (name in WHOLE):
             raise PluresError(
                 f"the calibration in the file is damaged: its {name} have shape {list(tensor.shape)} and dtype "
@@ -271,10 +278,10 @@ def _best(probabilities: Tensor, labels: Tensor) -> float:
     return found if nll(tempered(probabilities, found), labels) <= nll(probabilities, labels) else 1.0
 
 
-def _each_tempered(members: Tensor, temperatures: Tensor) -> Tensor:
-    if bool((temperatures == 1).all()):
+def _each_tempered(members: Tensor, temperatures: list[float]) -> Tensor:
+    if all(own == 1 for own in temperatures):
         return members
-    return torch.stack([tempered(one, float(own), axis=1) for one, own in zip(members, temperatures, strict=True)])
+    return torch.stack([soften(members[place], own, axis=1) for place, own in enumerate(temperatures)])
 
 
 def _kept(members: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Save and load an ensemble as one safetensors file: no pickle, a checksum per tensor, atomic writes."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,8 @@ from plures.losses import Loss
 from plures.methods import METHODS
 from plures.tensors import aliases, check_network, checksum, tensors
 from plures.version import __version__
+
+log = logging.getLogger("plures")
 
 FORMAT = 1
 # What the header tells of an ensemble, and the types that JSON has for it.
@@ -107,8 +110,13 @@ def load(
         ensemble = _method(path, document["method"], method)._restore(made, stored)
         named = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
         ensemble.loss = loss or named or (_missing_loss if document["own_loss"] else F.cross_entropy)
-        if members is None:  # what some members are worth was not measured
+        if members is None:
             ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
+        elif document.get("calibration") is not None:  # what some members are worth was not measured
+            log.warning(
+                f"{path} is loaded without its calibration, which holds for all members together, not for "
+                f"members={list(members)}: call calibrate"
+            )
         return ensemble
 
     return _reading(path, members, build)

@@ -13,9 +13,10 @@ from torch import nn
 from plures.checks import one_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.exporting.answers import Answer, ClassAnswer, answer_of, named_tensors
-from plures.exporting.members import SplitMembers, members_of
-from plures.exporting.onnxfile import onnx_bytes
+from plures.exporting.agreement import check_agreement
+from plures.exporting.inference import Inference, named_tensors
+from plures.exporting.members import SplitMembers
+from plures.exporting.onnxfile import onnx_bytes, onnx_run
 from plures.exporting.program import program_of, quiet
 from plures.files import replacing
 from plures.version import __version__
@@ -28,14 +29,16 @@ class Exported:
     """The file that `export` has written.
 
     exported = plures.export(ensemble, "birds.pt2", images)
-    exported.path, exported.bytes, exported.stored
+    exported.path, exported.bytes, exported.stored, exported.calibration
     """
 
     path: Path
     format: Format
     bytes: int
     stored: str
-    """How the members' weights stand in the file: what decides about its size."""
+    """How the file stores the members' weights, which determines its size."""
+    calibration: str
+    """The calibration that is part of the outputs, in words, or "not calibrated"."""
 
 
 def export(
@@ -65,7 +68,9 @@ def export(
     - `preprocess`: a module that becomes the first step; `example_inputs` are then its inputs, such as uint8 pixels.
     - `classes`, `metadata`: stored in the file as JSON.
 
-    The passes of MC dropout are drawn once at export, so the file always gives the same outputs.
+    Before the file is written, it is run on `example_inputs` and on two other batch sizes; if its outputs differ from
+    the ensemble's, an error is raised. The passes of MC dropout are drawn once at export, so the file always gives the
+    same outputs.
     """
     path = Path(path)
     chosen = _format(path, format)
@@ -73,19 +78,21 @@ def export(
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
     if chosen == "onnx":
         _need_onnx()
-    members = members_of(ensemble)
-    answer = answer_of(ensemble, members, example_inputs, preprocess)
-    stored = _stored(members)
-    about = _about(ensemble, answer, stored, classes, metadata)
-    program = program_of(answer, seed=getattr(ensemble, "seed", 0))
+    inference, program = program_of(ensemble, example_inputs, preprocess)
+    stored = _stored(inference.members)
+    calibration = "not calibrated" if ensemble.calibration is None else ensemble.calibration.summary()
+    about = _about(ensemble, inference, stored, calibration, classes, metadata)
     if chosen == "pt2":
+        check_agreement(inference, ensemble, program, lambda tensors: program.module()(*tensors), str(path))
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)
     else:
-        contents = onnx_bytes(program, list(named_tensors(answer.like)), answer.outputs, about)
+        names = list(named_tensors(inference.like))
+        contents = onnx_bytes(program, names, inference.outputs, about)
+        check_agreement(inference, ensemble, program, onnx_run(contents, names), str(path))
         with replacing(path) as beside:
             beside.write_bytes(contents)
-    return Exported(path, chosen, path.stat().st_size, stored)
+    return Exported(path, chosen, path.stat().st_size, stored, calibration)
 
 
 def _format(path: Path, given: str | None) -> Format:
@@ -97,9 +104,9 @@ def _format(path: Path, given: str | None) -> Format:
 
 
 def _need_onnx() -> None:
-    """Import what ONNX needs, or say which extra brings it."""
+    """Raise an error that names the extra if a package that ONNX needs is missing."""
     try:
-        for name in ("onnx", "onnxscript"):
+        for name in ("onnx", "onnxscript", "onnxruntime"):
             import_module(name)
     except ModuleNotFoundError as error:
         raise PluresError(f"writing ONNX needs {error.name}: pip install 'plures[export]'") from error
@@ -112,17 +119,22 @@ def _stored(members: nn.Module) -> str:
 
 
 def _about(
-    ensemble: Ensemble, answer: Answer, stored: str, classes: Sequence[str] | None, metadata: Mapping[str, Any] | None
+    ensemble: Ensemble,
+    inference: Inference,
+    stored: str,
+    calibration: str,
+    classes: Sequence[str] | None,
+    metadata: Mapping[str, Any] | None,
 ) -> dict[str, str]:
-    """Give what the file says of itself, as JSON by name."""
+    """Return the file's description of itself, as JSON by name."""
     about: dict[str, Any] = {
         "plures": {
             "version": __version__,
             "method": type(ensemble).__name__,
-            "outputs": list(answer.outputs),
-            "uncertainty": "nats" if isinstance(answer, ClassAnswer) else "variance",
+            "outputs": list(inference.outputs),
+            "uncertainty": "variance" if inference.numbers else "nats",
             "stored": stored,
-            "calibration": None if ensemble.calibration is None else ensemble.calibration.summary(),
+            "calibration": calibration,
         }
     }
     if classes is not None:

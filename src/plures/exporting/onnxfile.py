@@ -1,15 +1,16 @@
 """Write a traced ensemble as one ONNX file."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from plures.errors import PluresError
 from plures.exporting.program import quiet
-from plures.exporting.trouble import unwritable
+from plures.exporting.trouble import brief, unwritable
 
 OPSET = 20
 LARGEST = 2**31 - 1  # bytes that one protobuf message can have
@@ -19,7 +20,8 @@ FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weigh
 def onnx_bytes(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]
 ) -> bytes:
-    """Turn a program into an ONNX file with everything in it."""
+    """Return the contents of an ONNX file that computes a program, with all weights inside."""
+    import onnx
     import onnxscript.optimizer
 
     with quiet():
@@ -42,7 +44,36 @@ def onnx_bytes(
         del part.metadata_props[:]  # lines of the code that was traced, with the paths of this machine
         part.doc_string = ""
     _name_batch(model.graph)
-    return serialised(model, about)
+    model.producer_name, model.doc_string = "plures", ""
+    onnx.helper.set_model_props(model, dict(about))
+    if model.ByteSize() > LARGEST:
+        raise PluresError(
+            f"an ONNX file has at most 2 GB, but this ensemble takes {model.ByteSize():,} bytes: use format='pt2'"
+        )
+    contents: bytes = model.SerializeToString()
+    return contents
+
+
+def onnx_run(contents: bytes, inputs: Sequence[str]) -> Callable[[Sequence[Tensor]], dict[str, Tensor]]:
+    """Return a function that runs a file on tensors in the order of `inputs`.
+
+    onnx_run(Path("birds.onnx").read_bytes(), ["inputs"])([images])["label"]
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has a class of errors for each reason
+        raise PluresError(f"onnxruntime cannot run the exported network ({brief(error)}); use format='pt2'") from error
+    names = [output.name for output in session.get_outputs()]
+
+    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        given = {name: tensor.detach().cpu().numpy() for name, tensor in zip(inputs, tensors, strict=True)}
+        return {name: torch.from_numpy(value) for name, value in zip(names, session.run(names, given), strict=True)}
+
+    return run
 
 
 def _name_batch(graph: Any) -> None:
@@ -52,20 +83,3 @@ def _name_batch(graph: Any) -> None:
         for axis in one.type.tensor_type.shape.dim:
             if axis.dim_param:
                 axis.dim_param = re.sub(rf"\b{axes[0]}\b", "batch", axis.dim_param)
-
-
-def serialised(model: Any, about: Mapping[str, str]) -> bytes:
-    """Give the bytes of a file that says what it is, or say that they are too many.
-
-    serialised(onnx.load("birds.onnx"), {"classes": '["wren"]'})
-    """
-    import onnx
-
-    model.producer_name, model.doc_string = "plures", ""
-    onnx.helper.set_model_props(model, dict(about))
-    if model.ByteSize() > LARGEST:
-        raise PluresError(
-            f"an ONNX file has at most 2 GB, but this ensemble takes {model.ByteSize():,} bytes: use format='pt2'"
-        )
-    contents: bytes = model.SerializeToString()
-    return contents

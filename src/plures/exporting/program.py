@@ -4,59 +4,63 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from plures.calling import Arguments
+from plures.calling import Arguments, arguments, rows_of
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.exporting.answers import Answer, filled, named_tensors
+from plures.exporting.inference import Inference, named_tensors
 from plures.exporting.trouble import untraceable
 from plures.seeding import generator
 
 _DRAWS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
 
 
-def program_of(answer: Answer, seed: int = 0) -> ExportedProgram:
-    """Trace what a file shall answer, for any number of samples.
+def program_of(
+    ensemble: Ensemble, example_inputs: Any, preprocess: nn.Module | None = None
+) -> tuple[Inference, ExportedProgram]:
+    """Trace what a file computes, for any number of samples; return it as a module and as a program.
 
-        program_of(answer_of(ensemble, members_of(ensemble), images)).module()(images)["probabilities"]
+        inference, program = program_of(ensemble, images)
+        program.module()(images)["probabilities"]
 
-    The first axis of every tensor that is as long as the first one's is the batch. What is drawn at random follows from
-    the seed.
+    The first axis of every tensor that is as long as that of the first tensor is the batch. Random numbers follow from
+    the ensemble's seed.
     """
-    tensors = list(named_tensors(_with_two_samples(answer.like)).values())
+    inference = Inference(ensemble, _with_two_samples(arguments(example_inputs)), preprocess)
+    with suppress(RuntimeError, TypeError, ValueError):  # an error of the network's own is told with its line below
+        inference.live(ensemble, inference.like)
+    tensors = list(named_tensors(inference.like).values())
     batch = Dim("batch", min=1)
     axes = tuple({0: batch} if _batched(tensor, tensors) else {} for tensor in tensors)
     with quiet(), _plain_attention(), torch.no_grad():
-        program = _trace(answer, tuple(tensors), (axes,))
-        drawn = _with_drawn_masks(program.module(), seed)
-        return program if drawn is None else _trace(drawn, tuple(tensors), axes)
+        program = _trace(inference, tuple(tensors), (axes,))
+        drawn = _with_drawn_masks(program.module(), getattr(ensemble, "seed", 0))
+        return inference, program if drawn is None else _trace(drawn, tuple(tensors), axes)
 
 
-def _trace(answer: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, ...]) -> ExportedProgram:
+def _trace(inference: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, ...]) -> ExportedProgram:
     failures = []
     # Running the code is quicker; reading it gets along with more, such as len(x) where x is a batch of any length.
     for strict in (False, True):
         try:
-            return torch.export.export(answer, tensors, dynamic_shapes=axes, strict=strict)
+            return torch.export.export(inference, tensors, dynamic_shapes=axes, strict=strict)
         except Exception as error:  # tracing runs the network's own code, which may raise anything
             failures.append(error)
-    raise untraceable(answer, tensors, failures) from failures[0]
+    raise untraceable(inference, tensors, failures) from failures[0]
 
 
 def _with_two_samples(given: Arguments) -> Arguments:
-    """Repeat a single sample: torch takes an axis of length one for one that always is."""
+    """Repeat a single sample: torch takes an axis of length one for one that always has this length."""
     tensors = list(named_tensors(given).values())
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise PluresError("example_inputs are empty: give inputs for ensemble.predict with at least one sample")
-    if len(tensors[0]) > 1:
-        return given
-    doubled = [torch.cat([tensor, tensor]) if _batched(tensor, tensors) else tensor for tensor in tensors]
-    return filled(given, doubled)
+    return given if len(tensors[0]) > 1 else rows_of(given, torch.tensor([0, 0]))
 
 
 def _batched(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:

@@ -101,14 +101,21 @@ def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor
     if not TINY <= temperature < math.inf:
         raise PluresError(f"temperature must be positive and finite, got {temperature!r}.")
     values = tensor("probabilities", probabilities, rank=None).movedim(axis, -1)
-    return torch.softmax(_logits(distributions("probabilities", values, rank=None)) / temperature, dim=-1).movedim(
-        -1, axis
-    )
+    return soften(distributions("probabilities", values, rank=None), temperature).movedim(-1, axis)
 
 
-def _logits(values: Tensor) -> Tensor:
+def soften(probabilities: Tensor, temperature: float, axis: int = -1) -> Tensor:
+    """Apply a temperature as `tempered` does, without a check: a program that is traced for export contains this.
+
+    >>> soften(torch.tensor([[0.9, 0.1]]), 2.0)
+    tensor([[0.7500, 0.2500]])
+    """
+    return torch.softmax(_logits(probabilities, axis) / temperature, dim=axis)
+
+
+def _logits(values: Tensor, axis: int = -1) -> Tensor:
     logs = values.clamp_min(TINY).log()
-    return logs - logs.amax(dim=-1, keepdim=True)
+    return logs - logs.amax(dim=axis, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -158,8 +165,16 @@ def uncertainty(members: Array) -> Uncertainty:
     Aleatoric is the mean entropy of the members; epistemic is their disagreement (the mutual information between label
     and member, never negative). Members [members, samples, classes, ...] give one number per pixel or token.
     """
-    values = distributions("members", members, rank=3, dense=True)
-    total, aleatoric = _entropy(values.mean(dim=0)), _entropy(values).mean(dim=0)
+    return doubt(distributions("members", members, rank=3, dense=True))
+
+
+def doubt(members: Tensor, axis: int = -1) -> Uncertainty:
+    """Split uncertainty as `uncertainty` does, without a check; `axis` holds the classes.
+
+    >>> doubt(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])).epistemic
+    tensor([0.6931])
+    """
+    total, aleatoric = _entropy(members.mean(dim=0, keepdim=True), axis)[0], _entropy(members, axis).mean(dim=0)
     return Uncertainty(total, aleatoric, (total - aleatoric).clamp_min(0))
 
 
@@ -185,6 +200,6 @@ def ood(inside_scores: Array, outside_scores: Array) -> OutOfDistribution:
     return OutOfDistribution(float(auroc), float(aupr), float(fpr95))
 
 
-def _entropy(values: Tensor) -> Tensor:
+def _entropy(values: Tensor, axis: int = -1) -> Tensor:
     terms: Tensor = torch.special.entr(values)
-    return terms.sum(dim=-1).clamp_min(0)  # a row that sums to 1.0000001 would fall below 0
+    return terms.sum(dim=axis).clamp_min(0)  # a row that sums to 1.0000001 would fall below 0
