@@ -130,27 +130,9 @@ def _powers(base: int) -> Tensor:
     return base ** torch.tensor([power for power in range(8) if base ** (power + 1) <= 256])
 
 
-class DrawnPasses(nn.Module):
-    """Run the passes of MC dropout one by one; their masks are drawn when the program is made."""
-
-    def __init__(self, ensemble: MCDropout) -> None:
-        super().__init__()
-        ensemble._require_trained()
-        self.network = ensemble.network
-        self.passes = ensemble.passes
-        self.loss: Loss = ensemble.loss
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all passes, [passes, batch, classes, ...]."""
-        logits = [logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)]
-        return classes_second(torch.stack(logits), self.loss)
-
-
 def members_of(ensemble: Ensemble) -> nn.Module:
-    """Choose what computes an ensemble's logits in a file: small where members share, its own forward elsewhere.
+    """Return what computes an ensemble's logits in a file: members that share storage, or the ensemble's own forward.
 
     members_of(ensemble)(images)  # [members, batch, classes]
     """
-    if isinstance(ensemble, MCDropout):
-        return DrawnPasses(ensemble)
-    return SplitMembers(ensemble) if ensemble._apart else ensemble
+    return SplitMembers(ensemble) if ensemble._apart and not isinstance(ensemble, MCDropout) else ensemble

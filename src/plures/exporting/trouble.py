@@ -14,6 +14,7 @@ from plures.errors import PluresError
 
 ADVICE = "write it with torch operations whose shapes and branches do not depend on numbers in the batch"
 _OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
 _NOT_THE_NETWORK = tuple(str(Path(str(module.__file__)).parent) for module in (torch, plures))
 
 
@@ -25,7 +26,8 @@ def untraceable(inference: nn.Module, tensors: Sequence[Tensor], failures: Seque
     try:
         torch.export.export(inference, tuple(tensors), strict=False)
     except Exception as error:  # not of the number of samples, which is fixed here
-        return PluresError(f"cannot export the network: {_line(error)} cannot be traced ({brief(error)}); {ADVICE}")
+        frames = [(one.filename, str(one.lineno), one.line or "") for one in traceback.extract_tb(error.__traceback__)]
+        return PluresError(f"cannot export the network: {_line(frames)} cannot be traced ({brief(error)}); {ADVICE}")
     return PluresError(
         f"cannot export the network: its code works only for a fixed number of samples ({brief(failures[-1])}); "
         f"{ADVICE}"
@@ -33,7 +35,7 @@ def untraceable(inference: nn.Module, tensors: Sequence[Tensor], failures: Seque
 
 
 def unwritable(program: ExportedProgram, error: Exception) -> PluresError:
-    """Return the error for an operator that ONNX lacks, with the module that calls it."""
+    """Return the error for an operator that ONNX lacks, with the line of the network that calls it."""
     reasons: list[BaseException] = [error]
     while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None and len(reasons) < 10:
         reasons.append(before)
@@ -42,19 +44,15 @@ def unwritable(program: ExportedProgram, error: Exception) -> PluresError:
         return PluresError(f"cannot export the network to ONNX: {brief(reasons[-1])}; use format='pt2'")
     operator = ".".join(missing[0])
     plain = missing[0][0].partition(".")[2]  # the exporter takes some apart first: special_bessel_j0 into bessel_j0
-    callers = [node for node in program.graph.nodes if plain in str(node.target)]
-    modules = [path for node in callers for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    # As its owner calls it: without the path of what is wrapped around the network.
-    own = re.sub(r"^(L\['self'\]\.)?(members|network|networks\.\d+|_network\.\d+|\.)*\.?", "", (modules or [""])[-1])
-    caller = own or "the network"
+    traces = [node.meta.get("stack_trace") or "" for node in program.graph.nodes if plain in str(node.target)]
+    caller = _line([found for trace in traces for found in _FRAME.findall(trace)]).removesuffix(",")
     return PluresError(f"cannot export the network: ONNX has no {operator}, which {caller} calls; use format='pt2'")
 
 
-def _line(error: BaseException) -> str:
-    """Return the line of the network's code that an error comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_NOT_THE_NETWORK, "<"))]
-    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}, `{own[-1].line}`," if own else "it"
+def _line(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Return the last line of the network's code among frames of files, line numbers and lines."""
+    own = [frame for frame in frames if not frame[0].startswith((*_NOT_THE_NETWORK, "<"))]
+    return f"{Path(own[-1][0]).name}, line {own[-1][1]}, `{own[-1][2]}`," if own else "it"
 
 
 def brief(error: BaseException) -> str:
