@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-import plures
 from plures.errors import PluresError
 
 ADVICE = "write it with torch operations whose shapes and branches do not depend on numbers in the batch"
 _OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
-_NOT_THE_NETWORK = tuple(str(Path(str(module.__file__)).parent) for module in (torch, plures))
+_NOT_THE_NETWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def untraceable(inference: nn.Module, tensors: Sequence[Tensor], failures: Sequence[Exception]) -> PluresError:
