@@ -283,7 +283,7 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
             ["train", "--method", "deterministic", "--members", "5"],
             "deterministic has no option members",
         ),
-        (["train", "--learning-rate", "-1"], "learning_rate is -1.0, but must be above 0"),
+        (["train", "--learning-rate", "-1"], "learning_rate is -1.0, but must be float > 0.0"),
         (["train", "--seed", str(2**64)], "seed is 18446744073709551616, but must be"),
         (["train", "--validation", "nan"], "validation is nan, but must be"),
         (["train", "--learning-rate", "inf"], "learning_rate is inf, but must be"),

@@ -84,6 +84,15 @@ def test_an_unknown_recipe_is_answered_with_the_nearest():
     ({"clip": 0.0}, "clip"),
     ({"members": 0}, "members"),
     ({"seed": -1}, "seed"),
+    ({"seed": 1 << 63}, "seed"),
+    ({"learning_rate": math.nan}, "learning_rate"),
+    ({"learning_rate": math.inf}, "learning_rate"),
+    ({"learning_rate": 10**400}, "learning_rate"),
+    ({"width": True}, "width"),
+    ({"width": "16"}, "width"),
+    ({"resized_crop": (0.5,)}, "resized_crop"),
+    ({"resized_crop": (0.9, 0.5)}, "resized_crop"),
+    ({"schedule": "linear"}, "schedule.*one of step, cosine, one-cycle"),
 ])  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(change, named):
     with pytest.raises(PluresError, match=named):

@@ -29,8 +29,9 @@ from plures.lab.report.gather import Answers, Detail, gather, with_accuracy
 from plures.lab.report.page import AT_ONCE, render, summary, write_report
 from plures.lab.report.sections import training
 from plures.lab.runs.config import Made, describe, train_command
-from plures.lab.runs.folder import RECORD, RunFolder
+from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
+from plures.lab.runs.schemas import RECORD
 from plures.lab.training.fit import train
 
 SMALL = replace(
@@ -314,7 +315,7 @@ def test_the_page_tells_versions_fingerprints_and_commands(html: str, runs: Path
 
 
 @pytest.mark.parametrize("value", [None, "high", [], {}, True, math.nan, math.inf, -1, 0, 7, 10**400, "missing"])
-@pytest.mark.parametrize("key", [*RECORD, "unknown"])
+@pytest.mark.parametrize("key", [*RECORD.__annotations__, "unknown"])
 def test_a_forged_line_of_the_log_upsets_neither_page_nor_comparison(
     runs: Path, details: list[Detail], tmp_path: Path, key: str, value: object
 ) -> None:

@@ -3,17 +3,24 @@
 This module does not import torch, so that the command line lists recipes at once.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral, Real
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from plures.checks import unknown
 from plures.errors import PluresError
 from plures.lab.method_names import facts
 
-LARGEST = 1 << 16  # pixels or channels: more is a slip of the pen
+Side = Annotated[int, Meta(ge=1, le=1 << 16)]  # pixels or channels: more is a mistake
+Positive = Annotated[float, Meta(gt=0, le=1e300)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e300)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Inside = Annotated[float, Meta(gt=0, lt=1)]
+Length = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -25,15 +32,13 @@ class Epochs:
     A method uses the phases that it has: orthogonal dropout the first three, most others only `train`.
     """
 
-    pretrain: int = 200  # epochs per member on all weights that are still free
-    prune: int = 20  # epochs per member on the scores that choose its weights
-    finetune: int = 200  # epochs per member on the weights that it owns
-    train: int = 200  # epochs of methods without these phases
+    pretrain: Length = 200  # epochs per member on all weights that are still free
+    prune: Length = 20  # epochs per member on the scores that choose its weights
+    finetune: Length = 200  # epochs per member on the weights that it owns
+    train: Length = 200  # epochs of methods without these phases
 
     def __post_init__(self) -> None:
-        for phase, epochs in asdict(self).items():
-            if not isinstance(epochs, Integral) or not 0 <= int(epochs) < 1 << 31:
-                raise PluresError(f"epochs.{phase} is {epochs}, but must be from 0 to 2**31 - 1")
+        _check_types(self, Epochs, "epochs.")
 
     def of(self, phase: str) -> int:
         """Return the epochs of one phase."""
@@ -62,44 +67,46 @@ class Recipe:
     about: str = ""  # one line for people; not part of the experiment
 
     data: str = "digits"  # a built-in name, a folder of images (train/CLASS/ and test/CLASS/), or a hub id
-    size: int | None = None  # pixels per side of the network's input; None: the size of the images
-    cache_size: int | None = None  # pixels per side in the cache; larger than size leaves room for random crops
-    limit: int | None = None  # the largest number of training images, balanced over the classes; None: all
-    validation: float = 0.1  # images held out for validation: a fraction if below 1, else a number
+    size: Side | None = None  # pixels per side of the network's input; None: the size of the images
+    cache_size: Side | None = None  # pixels per side in the cache; larger than size leaves room for random crops
+    limit: AtLeastOne | None = None  # the largest number of training images, balanced over the classes; None: all
+    validation: NotNegative = 0.1  # images held out for validation: a fraction if below 1, else a number
 
     model: str = "resnet18"  # a built-in name, or module:function that takes classes and channels
-    width: int | None = None  # channels of the first layer; None: the model's default
+    width: Side | None = None  # channels of the first layer; None: the model's default
     stem: Literal["cifar", "imagenet"] = "cifar"  # for small images, or for photographs (divides the sides by four)
     weights: str | None = None  # initial weights: a deterministic run or a safetensors file; None: random
 
-    members: int = 5  # members of the ensemble
+    members: AtLeastOne = 5  # members of the ensemble
     epochs: Epochs = field(default_factory=Epochs)  # by phase; a method uses the phases that it has
-    batch_size: int = 128  # images per step, over all processes
+    batch_size: Annotated[int, Meta(ge=1, le=1 << 24)] = 128  # images per step, over all processes
     optimizer: Literal["sgd", "adamw"] = "sgd"  # the optimizer
-    learning_rate: float = 0.1  # the highest rate of the schedule
-    momentum: float = 0.9  # momentum of sgd
+    learning_rate: Positive = 0.1  # the highest rate of the schedule
+    momentum: BelowOne = 0.9  # momentum of sgd
     nesterov: bool = False  # use Nesterov momentum
-    weight_decay: float = 1e-4  # the factor of weight decay
+    weight_decay: NotNegative = 1e-4  # the factor of weight decay
     schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate; it restarts in every stage
-    milestones: tuple[float, ...] = (0.5, 0.75)  # fractions of a stage where "step" multiplies the rate by gamma
-    gamma: float = 0.1  # factor of the rate at a milestone
-    warmup: float = 0.0  # epochs at the start of every stage in which the rate rises from zero
-    label_smoothing: float = 0.0  # the share of a label that is spread over all classes
-    clip: float | None = None  # the largest norm of the gradient; None: no limit
+    milestones: tuple[Inside, ...] = (0.5, 0.75)  # fractions of a stage at which "step" multiplies the rate by gamma
+    gamma: Positive = 0.1  # factor of the rate at a milestone
+    warmup: NotNegative = 0.0  # epochs at the start of every stage in which the rate rises from zero
+    label_smoothing: BelowOne = 0.0  # the share of a label that is spread over all classes
+    clip: Positive | None = None  # the largest norm of the gradient; None: no limit
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # mixed precision; auto: bf16 on GPUs and CPUs made for it
 
-    crop: int = 0  # pixels of padding before a random crop
+    crop: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # pixels of padding before a random crop
     flip: bool = False  # flip half of the images horizontally
     resized_crop: tuple[float, float] | None = None  # random resized crop: its smallest and largest share of the area
 
-    seed: int = 0  # the seed of all random numbers
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0  # the seed of all random numbers
 
     def __post_init__(self) -> None:
-        if others := [one.name for one in fields(self) if not _is_of(getattr(self, one.name), HINTS[one.name])]:
-            raise PluresError(f"{others[0]} is {getattr(self, others[0])!r}, which is of another type than it has")
-        wrong = [f"{name} is {getattr(self, name)}, but must be {accepted}" for name, accepted in _broken_rules(self)]
-        if wrong:
-            raise PluresError("; ".join(wrong))
+        _check_types(self, Recipe)
+        if self.nesterov and not self.momentum:
+            raise PluresError("nesterov is True, but momentum is 0: give a momentum above 0")
+        if not _rising(self.milestones):
+            raise PluresError(f"milestones are {self.milestones}, but must be rising fractions of a stage")
+        if self.resized_crop is not None and not 0 < self.resized_crop[0] <= self.resized_crop[1] <= 1:
+            raise PluresError(f"resized_crop is {self.resized_crop}, but must be two rising shares of an area")
 
     def for_method(self, method: str) -> Self:
         """Return the recipe with the usual changes for a method; apply it before your own changes.
@@ -126,28 +133,26 @@ class Recipe:
             raise PluresError(
                 f"the recipe has the unknown settings {', '.join(others)}: another version of plures wrote it"
             )
-        tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**{**tuples, "epochs": Epochs(**values["epochs"])} if "epochs" in values else tuples)
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise PluresError(f"the recipe does not make sense: {error}") from error
 
 
-HINTS = get_type_hints(Recipe)
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type: a file may say anything, and Python checks nothing."""
-    inner = get_args(hint)
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in inner
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_is_of(one, float) for one in value)
-    if inner:  # this or None
-        return any(_is_of(value, one) for one in inner)
-    if hint is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if hint is float:  # a whole number, too, if it is not beyond all floats
-        whole = _is_of(value, int)
-        return abs(int(value)) < 1 << 63 if whole else isinstance(value, Real) and not isinstance(value, bool)
-    return isinstance(value, hint)
+def _check_types(settings: Any, kind: type, prefix: str = "") -> None:
+    """Raise an error that names all settings of a wrong type or out of bounds."""
+    wrong = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        value = getattr(settings, name)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            accepted = str(error).replace("Expected ", "").replace("`", "")
+            if get_origin(hint) is Literal:
+                accepted = f"one of {', '.join(get_args(hint))}"
+            wrong.append(f"{prefix}{name} is {value!r:.60}, but must be {accepted}")
+    if wrong:
+        raise PluresError("; ".join(wrong))
 
 
 def get_recipe(name: str) -> Recipe:
@@ -160,36 +165,8 @@ def get_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _broken_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    sides = [("size", recipe.size), ("cache_size", recipe.cache_size), ("width", recipe.width)]
-    rules = [
-        *((name, f"from 1 to {LARGEST}, or None", side is None or 1 <= side <= LARGEST) for name, side in sides),
-        ("limit", "at least 1, or None", recipe.limit is None or recipe.limit >= 1),
-        ("validation", "at least 0", 0 <= recipe.validation < math.inf),
-        ("members", "at least 1", recipe.members >= 1),
-        ("batch_size", f"from 1 to {1 << 24}", 1 <= recipe.batch_size <= 1 << 24),
-        ("learning_rate", "above 0", 0 < recipe.learning_rate < math.inf),
-        ("momentum", "at least 0 and below 1", 0 <= recipe.momentum < 1),
-        ("nesterov", "False without momentum", not recipe.nesterov or recipe.momentum > 0),
-        ("weight_decay", "at least 0", 0 <= recipe.weight_decay < math.inf),
-        ("milestones", "rising fractions of a stage, between 0 and 1", _rising(recipe.milestones)),
-        ("gamma", "above 0", 0 < recipe.gamma < math.inf),
-        ("warmup", "at least 0", 0 <= recipe.warmup < math.inf),
-        ("label_smoothing", "at least 0 and below 1", 0 <= recipe.label_smoothing < 1),
-        ("clip", "above 0 or None", recipe.clip is None or 0 < recipe.clip < math.inf),
-        ("crop", f"from 0 to {LARGEST}", 0 <= recipe.crop <= LARGEST),
-        ("resized_crop", "two rising fractions of the area, or None", _area(recipe.resized_crop)),
-        ("seed", "from 0 to 2**63 - 1", 0 <= recipe.seed < 1 << 63),
-    ]
-    return ((name, accepted) for name, accepted, holds in rules if not holds)
-
-
-def _area(fractions: tuple[float, float] | None) -> bool:
-    return fractions is None or 0 < fractions[0] <= fractions[1] <= 1
-
-
-def _rising(fractions: tuple[float, ...]) -> bool:
-    return all(0 < one < 1 for one in fractions) and list(fractions) == sorted(set(fractions))
+def _rising(fractions: Sequence[float]) -> bool:
+    return list(fractions) == sorted(set(fractions))
 
 
 # Embedded data, for a first try: orthogonal dropout with five members in under a minute.

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from shutil import get_terminal_size
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Protocol, TextIO, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Protocol, TextIO, TypeVar, get_args, get_origin
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
@@ -131,7 +131,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 @registry.primitive_rule
 def _or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show and read options that may be None: INT|None."""
-    kinds = get_args(info.type)
+    kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in get_args(info.type)]
     if len(kinds) != 2 or kinds[1] is not NoneType or kinds[0] not in (int, float, str, tuple[float, float]):
         return None
     several = get_args(kinds[0])  # of a tuple

@@ -1,7 +1,6 @@
 """Progress of many runs: a live list on a terminal, plain lines elsewhere."""
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +15,8 @@ from rich.text import Text
 
 from plures.errors import visible
 from plures.lab.compare.jobs import Job
-from plures.lab.runs.folder import RECORD, RunFolder
-from plures.lab.runs.schemas import misfit
+from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.schemas import RECORD, parse_object
 from plures.lab.training.progress import duration
 
 PAUSE = 60.0  # seconds between plain lines about the runs in progress
@@ -141,7 +140,6 @@ def _last(job: Job) -> Mapping[str, Any] | None:
     """Read the last record; a line that is just being written does not count."""
     log = RunFolder(job.run).log
     lines = log.read_bytes().split(b"\n")[:-1] if log.is_file() else []
-    with contextlib.suppress(ValueError, RecursionError):
-        last = json.loads(lines[-1]) if lines else None
-        return last if misfit(last, RECORD) is None else None
+    with contextlib.suppress(ValueError):
+        return parse_object(lines[-1], RECORD) if lines else None
     return None

@@ -21,7 +21,7 @@ from plures.lab.data import Data, open_data
 from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.evaluate import OTHER_IMAGES, Tell, evaluate_shift, evenly, predictions, told_apart
 from plures.lab.runs.open import open_run
-from plures.lab.runs.schemas import Maybe, read_object
+from plures.lab.runs.schemas import TRUST, read_object
 
 FILE = "trust.json"
 POINTS = 100  # of a risk-coverage curve
@@ -30,18 +30,6 @@ BINS = 25  # of a histogram
 UNTIL = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.998)
 COVERAGE = 0.9  # of sets
 RISKS = (0.02, 0.05, 0.1, 0.2)  # of answers; those that the validation images can promise are measured
-FIGURES = dict.fromkeys(("accuracy", "nll", "ece"), float)
-SHAPE = {
-    "home": Maybe({"images": int, "members": int, **FIGURES}),
-    "risk_coverage": Maybe({"coverage": [float], "risk": [float]}),
-    "shift": Maybe({"images": int, "by_severity": [FIGURES], **FIGURES, "constants": Maybe(str)}),
-    "ood": Maybe(
-        {
-            **{"data": str, "most": float, "known": [float], "strange": [float]},
-            "scores": [{"score": str, "auroc": float, "fpr95": float}],
-        }
-    ),
-}
 
 # Names the corruptions and their strengths: figures of others must not stand in one table with these.
 CONSTANTS = files.digest(repr([(name, strengths) for name, (_, strengths) in KINDS.items()]).encode())
@@ -55,7 +43,7 @@ def kept_trust(folder: Path) -> Trust:
     if not files.is_file(path):
         return {}
     advice = "remove it, and it is measured again"
-    found = {name: value for name, value in read_object(path, SHAPE, advice).items() if value is not None}
+    found = {name: value for name, value in read_object(path, TRUST, advice).items() if value is not None}
     if not _makes_sense(found):
         raise PluresError(f"{path} is damaged or was written by another program, its figures do not fit: {advice}")
     if not _is_current(found.get("shift")):

@@ -27,32 +27,8 @@ from plures import files
 from plures.errors import PluresError
 from plures.files import is_file
 from plures.lab.runs.config import differences, new_environment
-from plures.lab.runs.schemas import Between, Maybe, misfit, read_object
+from plures.lab.runs.schemas import CONFIG, METRICS, RECORD, parse_object, read_object
 
-SHARE = Between(float, 0, 1)
-COUNT = Between(int, 1, 1 << 31)
-# What every record of the log has at least.
-RECORD = {
-    **{"stage": str, "phase": str, "member": Maybe(int), "epoch": COUNT, "epochs": COUNT},
-    **{"loss": float, "seconds": float, "train_accuracy": Maybe(SHARE), "validation_accuracy": Maybe(SHARE)},
-}
-MADE = {"method": str, "settings": [str], "recipe": Maybe(str)}
-CONFIG: dict[str, Any] = {
-    "method": str,
-    "recipe": {"seed": int, "data": str, "model": str},
-    "data": {"name": str, "fingerprint": str, "classes": [str]},
-    "network": str,
-    "options": dict,
-    "made": Maybe(MADE),
-    "environment": Maybe(dict),
-}
-METRICS: dict[str, Any] = {
-    **dict.fromkeys(("images", "members", "bytes"), int),
-    **dict.fromkeys(("accuracy", "nll", "brier", "ece", "aurc"), float),
-    "member_accuracies": [float],
-    "mean_member_accuracy": float,
-    **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), Maybe(float)),
-}
 log = logging.getLogger("plures")
 
 # Settings of earlier versions, at the values that changed nothing.
@@ -90,7 +66,7 @@ class RunFolder:
         """Read what the run was made from."""
         if not is_file(self._config):
             raise PluresError(f"{self.path} is not a run folder: it has no config.json")
-        found = read_object(self._config, CONFIG, "take the run from its backup, or make it again in another folder")
+        found = read_object(self._config, CONFIG, "restore the run from a backup, or train it again in another folder")
         if "target_std" in found["data"]:
             raise PluresError(
                 f"{self.path} is a regression run of an earlier version, and the lab has only classifiers: load its "
@@ -108,10 +84,9 @@ class RunFolder:
         """Read the log: one record per epoch. Damaged lines are reported, and left out."""
         found = []
         for number, line in enumerate(self._lines(), start=1):
-            record = _json(line)
-            if misfit(record, RECORD) is None and record.keys() >= RECORD.keys():  # None is written, too
-                found.append(record)
-            else:
+            try:
+                found.append(parse_object(line, RECORD))
+            except ValueError:
                 log.warning("line %d of %s is damaged and ignored", number, self.log)
         return found
 

@@ -1,85 +1,100 @@
-"""What JSON from a run folder must look like: a folder may come from anybody, and a disk may have changed it."""
+"""The types of the JSON files in a run folder, which may come from anybody or from a damaged disk.
+
+Keys that a file has beyond these are kept and not checked.
+"""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from plures.errors import PluresError
 
-LARGEST = 1e300  # beyond, numbers are no measurements, and sums of them are infinite
-MOST = 1 << 63  # beyond, whole numbers count nothing, and charts cannot draw them
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]  # beyond, sums are infinite; refuses NaN
+Whole = Annotated[int, Meta(ge=1 - (1 << 63), le=(1 << 63) - 1)]  # beyond, charts cannot draw them
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
-@dataclass(frozen=True)
-class Between:
-    """A number from `low` to `high`, both included."""
-
-    kind: type
-    low: float
-    high: float
+MaybeNumber = NotRequired[Number | None]
 
 
-@dataclass(frozen=True)
-class Maybe:
-    """What may be missing, or null."""
+def schema(**fields: Any) -> Any:
+    """Return the type of a JSON object with the given keys.
 
-    shape: Any
+    schema(size=Number, note=NotRequired[str])
+    """
+    make: Any = TypedDict  # type checkers want the keys spelled out in a class
+    return make("object", fields)
 
 
-def read_object(path: Path, shape: Mapping[str, Any], advice: str) -> dict[str, Any]:
-    """Read a JSON object, and refuse one whose values are of other types than `shape` says.
+SCORES = {"accuracy": Number, "nll": Number, "ece": Number}
+RECORD = schema(  # one line of log.jsonl
+    **{"stage": str, "phase": str, "member": Whole | None, "epoch": Count, "epochs": Count},
+    **{"loss": Number, "seconds": Number, "train_accuracy": Share | None, "validation_accuracy": Share | None},
+)
+CONFIG = schema(
+    method=str,
+    recipe=schema(seed=Whole, data=str, model=str),
+    data=schema(name=str, fingerprint=str, classes=list[str]),
+    network=str,
+    options=dict[str, Any],
+    made=NotRequired[schema(method=str, settings=list[str], recipe=NotRequired[str | None]) | None],
+    environment=NotRequired[dict[str, Any] | None],
+)
+METRICS = schema(
+    **SCORES,
+    **dict.fromkeys(("images", "members", "bytes"), Whole),
+    **dict.fromkeys(("brier", "aurc", "mean_member_accuracy"), Number),
+    **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
+    member_accuracies=list[Number],
+)
+TRUST = schema(
+    home=NotRequired[schema(images=Whole, members=Whole, **SCORES) | None],
+    risk_coverage=NotRequired[schema(coverage=list[Number], risk=list[Number]) | None],
+    shift=NotRequired[
+        schema(images=Whole, by_severity=list[schema(**SCORES)], constants=NotRequired[str | None], **SCORES) | None  # type: ignore[misc]
+    ],
+    ood=NotRequired[
+        schema(
+            **{"data": str, "most": Number, "known": list[Number], "strange": list[Number]},
+            scores=list[schema(score=str, auroc=Number, fpr95=Number)],  # type: ignore[misc]
+        )
+        | None
+    ],
+)
 
-    read_object(Path("costs.json"), {"size": float, "note": Maybe(str)}, "remove it")
+
+def read_object(path: Path, expected: Any, advice: str) -> dict[str, Any]:
+    """Read a JSON object from a file, and raise an error that ends with `advice` if it does not match the schema.
+
+    read_object(Path("metrics.json"), METRICS, "remove it")["accuracy"]
     """
     try:
-        found = json.loads(path.read_bytes())
+        return parse_object(path.read_bytes(), expected)
     except OSError as error:
         raise PluresError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError):
-        found = None
-    wrong = "it is not a JSON object" if not isinstance(found, dict) else misfit(found, shape)
-    if wrong:
-        raise PluresError(f"{path} is damaged or was written by another program: {wrong}: {advice}")
-    return dict(found)
+    except ValueError as error:
+        raise PluresError(f"{path} is damaged or was written by another program ({error}): {advice}") from error
 
 
-def misfit(value: Any, shape: Any, name: str = "it") -> str | None:
-    """Say what first differs from a shape: a type, bounds, a list of one shape, shapes by name, or what may be missing.
+def parse_object(contents: bytes, expected: Any) -> dict[str, Any]:
+    """Parse a JSON object; raise ValueError if it does not match the schema.
 
-    >>> misfit({"accuracy": "high"}, {"accuracy": float})
-    "its accuracy is 'high'"
-    >>> misfit({"size": 1}, {"size": int, "note": Maybe(str)}) is None
-    True
+    >>> parse_object(b'{"coverage": [0.5, 1]}', schema(coverage=list[Number]))
+    {'coverage': [0.5, 1]}
+    >>> parse_object(b'{"coverage": [0.5, "all"]}', schema(coverage=list[Number]))
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected `float`, got `str` - at `$.coverage[1]`
     """
-    if isinstance(shape, Maybe):
-        return None if value is None else misfit(value, shape.shape, name)
-    if isinstance(shape, Mapping):
-        if not isinstance(value, dict):
-            return f"its {name} is {value!r:.60}"
-        missing = (key for key, one in shape.items() if key not in value and not isinstance(one, Maybe))
-        if (key := next(missing, None)) is not None:
-            return f"it has no {key}"
-        return _first(misfit(value[key], one, key) for key, one in shape.items() if key in value)
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            return f"its {name} is {value!r:.60}"
-        return _first(misfit(one, shape[0], name) for one in value)
-    if isinstance(shape, Between):
-        fits = _is(value, shape.kind) and shape.low <= value <= shape.high
-    else:
-        fits = _is(value, shape)
-    return None if fits else f"its {name} is {value!r:.60}"
-
-
-def _first(found: Any) -> str | None:
-    return next((one for one in found if one is not None), None)
-
-
-def _is(value: Any, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST
-    return isinstance(value, kind)
+    try:
+        found: dict[str, Any] = json.loads(contents)  # not by msgspec, which refuses paths that are not UTF-8
+        msgspec.convert(found, expected)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    return found

@@ -2,10 +2,11 @@
 
 import contextlib
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -18,7 +19,7 @@ from plures.lab.method_names import method_class
 from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
-from plures.lab.runs.schemas import read_object
+from plures.lab.runs.schemas import Number, read_object
 from plures.lab.timing import harness
 from plures.lab.timing.harness import Action, Clock
 from plures.lab.training.distributed import resolve
@@ -35,9 +36,9 @@ PREDICTED = 64  # images at a time
 class Costs:
     """The cost of a run relative to one network of its recipe."""
 
-    size: float  # of the file
-    prediction: float  # time, by the fastest engine that the method has
-    epochs: float  # training, in epochs of one network
+    size: Number  # of the file
+    prediction: Number  # time, by the fastest engine that the method has
+    epochs: Number  # training, in epochs of one network
 
 
 def kept_costs(folder: Path) -> Costs | None:
@@ -45,9 +46,7 @@ def kept_costs(folder: Path) -> Costs | None:
     path = folder / "costs.json"
     if not files.is_file(path):
         return None
-    shape = {one.name: float for one in fields(Costs)}
-    found = read_object(path, shape, "remove it, and it is measured again")
-    return Costs(**{name: found[name] for name in shape})
+    return msgspec.convert(read_object(path, Costs, "remove it, and it is measured again"), Costs)
 
 
 def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:

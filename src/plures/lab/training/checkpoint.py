@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -18,9 +20,9 @@ from plures.tensors import checksum
 class Position(NamedTuple):
     """Where training was: how many stages are committed, and how many epochs of the next one are done."""
 
-    committed: int
-    epoch: int
-    log_length: int  # bytes of the log that belong to it
+    committed: Annotated[int, Meta(ge=0)]
+    epoch: Annotated[int, Meta(ge=0)]
+    log_length: Annotated[int, Meta(ge=0)]  # bytes of the log that belong to it
     loss_scale: dict[str, float]  # of fp16; else empty
 
 
@@ -97,16 +99,12 @@ def _document(contents: bytes) -> tuple[Position, dict[str, str] | None]:
             raise damaged("its header does not match its checksum")
         document = json.loads(text)
         return _position(document["position"]), document["checksums"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(f"{type(error).__name__}: {error}") from error
 
 
 def _position(values: Any) -> Position:
-    position = Position(**values)
-    counts = (position.committed, position.epoch, position.log_length)
-    if any(type(count) is not int or count < 0 for count in counts) or not isinstance(position.loss_scale, dict):
-        raise damaged(f"its position is {position}")
-    return position
+    return msgspec.convert([values[name] for name in Position._fields], Position)
 
 
 def _checksums(stored: Mapping[str, Tensor]) -> dict[str, str]:
