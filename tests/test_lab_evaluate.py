@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import networks
 import plures
 from plures import PluresError, metrics
-from plures.ensemble import Ensemble, Stage, Step
+from plures.ensemble import Ensemble
 from plures.lab.data import Data, DataInfo, Split
 from plures.lab.evaluation.corruptions import CORRUPTIONS
 from plures.lab.evaluation.evaluate import (
@@ -24,6 +24,7 @@ from plures.lab.evaluation.evaluate import (
     scores,
 )
 from plures.native import library
+from plures.stage import Stage, Step
 
 INFO = DataInfo("stripes", ("dark", "bright"), 1, 4, 4, False, (0.5,), (0.25,))
 

@@ -14,7 +14,7 @@ from torch import nn
 import networks
 import plures
 from plures import OrthogonalDropout, PluresError
-from plures.ensemble import logits_of
+from plures.calling import logits_of
 
 
 def train(stage: plures.Stage, inputs, targets, optimizer=None, clip: float | None = None, steps: int = 3) -> None:

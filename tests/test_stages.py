@@ -168,6 +168,7 @@ def test_an_empty_batch_gets_an_empty_answer_from_every_method(method) -> None:
 def test_the_summary_tells_members_roles_and_sizes(caplog) -> None:
     with caplog.at_level(logging.WARNING, "plures"):
         ensemble = OrthogonalDropout(mlp(64), members=5)
+    assert not caplog.records, "a small network is not worth a warning"
     text = str(ensemble)
     assert "OrthogonalDropout of Sequential (members=5" in text
     assert "0 of 14 stages trained" in text
@@ -177,7 +178,6 @@ def test_the_summary_tells_members_roles_and_sizes(caplog) -> None:
     assert said
     stored = sum(tensor.nbytes for tensor in trained(ensemble).tensors().values())
     assert float(said[1]) == pytest.approx(stored / ensemble.given.nbytes, abs=0.005)
-    assert not caplog.records, "a small network is not worth a warning"
 
 
 def test_a_network_whose_file_grows_much_is_warned_of(caplog) -> None:

@@ -16,12 +16,12 @@ from torch.nn.utils import parametrize
 
 import plures
 from networks import ALL, CLASSES, images, labels, reproducible
-from plures.ensemble import Stage
 from plures.lab.models import build
 from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
 from plures.native.training import blocked, convolution, lists_of, norm, unblocked
+from plures.stage import Stage
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 BATCH = 32  # fills the vectors of every level

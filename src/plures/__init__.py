@@ -19,7 +19,7 @@ from plures.version import __version__
 if TYPE_CHECKING:
     from plures import guarantees, metrics
     from plures.answers import Prediction, Regression
-    from plures.ensemble import Ensemble, Stage, Step
+    from plures.ensemble import Ensemble
     from plures.exporting.exported import Exported, export
     from plures.lab.sharing import from_hub as from_hub
     from plures.lab.sharing import push_to_hub as push_to_hub
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from plures.methods.orthogonal_dropout.partition import Partition
     from plures.methods.orthogonal_dropout.roles import Role, roles
     from plures.methods.packed_ensemble import PackedEnsemble
+    from plures.stage import Stage, Step
     from plures.storage import load, save
 
 _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
-    "plures.ensemble": ("Ensemble", "Stage", "Step"),
+    "plures.ensemble": ("Ensemble",),
     "plures.exporting.exported": ("Exported", "export"),
     "plures.lab.sharing": ("from_hub", "push_to_hub"),  # needs the extra [lab], as does the next one
     "plures.lab.training.fit": ("fit",),
@@ -50,6 +51,7 @@ _NAMES = {
     "plures.methods.orthogonal_dropout.masks": ("Keep", "TopK"),
     "plures.methods.orthogonal_dropout.partition": ("Partition",),
     "plures.methods.orthogonal_dropout.roles": ("Role", "roles"),
+    "plures.stage": ("Stage", "Step"),
     "plures.storage": ("load", "save"),
 }
 _HOMES = METHODS | {name: home for home, names in _NAMES.items() for name in names}

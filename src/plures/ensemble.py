@@ -1,166 +1,22 @@
-"""Ensemble and Stage: the two classes that every method implements."""
+"""Ensemble: what every method implements, and what a file holds of it."""
 
-import copy
 import inspect
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures.calling import call, logits_of
 from plures.errors import PluresError
-from plures.losses import Loss, class_axis, is_for_classes
+from plures.losses import Loss
 from plures.prediction import Predictor
+from plures.stage import Stage, Step, due
 from plures.tensors import aliases, check_network, overwrite, own_tensors, tensors
-
-
-class Step(NamedTuple):
-    """One stage of a method's plan, before it is opened.
-
-        [step.phase for step in ensemble.plan() if not step.committed]
-
-    `member` is None if the members train together.
-    """
-
-    phase: str
-    member: int | None
-    committed: bool
-
-    @property
-    def name(self) -> str:
-        """What a person calls the stage: `member 2 prune`."""
-        return self.phase if self.member is None else f"member {self.member} {self.phase}"
-
-
-def due(plan: Sequence[Step]) -> Step | None:
-    """Give the first step of a plan that is not committed; None where all are.
-
-    >>> due([Step("train", 0, True), Step("train", 1, False)]).name
-    'member 1 train'
-    """
-    return next((step for step in plan if not step.committed), None)
-
-
-class RunsNetwork(Protocol):
-    """Run the network of a stage in its place.
-
-    output = engine.output(stage.network, inputs)  # None: call the network
-    """
-
-    def output(self, network: nn.Module, inputs: Any) -> Any:
-        """Give what the network returns for a batch, or None where the network must be called itself."""
-
-    def takes(self, network: nn.Module, images: int) -> bool:
-        """Say whether it runs batches of so many images, on the CPU and in float32."""
-
-
-class Stage(nn.Module):
-    """Train one stage of an ensemble with any loop: it is a module that returns the loss.
-
-        for stage in ensemble.stages():
-            optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                stage(inputs, targets).backward()
-                optimizer.step()
-
-    A stage is a copy: the ensemble does not change until the stage is committed. `DDP(stage)` and
-    `torch.compile(stage)` work, because a stage does everything in its forward. `stage.loss` is the loss of one
-    member's logits; a training loop may replace it for this stage.
-    """
-
-    def __init__(self, network: nn.Module, step: Step, loss: Loss, commit: Callable[["Stage"], None]) -> None:
-        super().__init__()
-        self.network = network
-        self.step = step
-        self.loss = loss
-        self.committed = False
-        self.engine: RunsNetwork | None = None  # a faster way to run the network, where there is one
-        self._commit = commit
-        self.train()
-
-    @property
-    def phase(self) -> str:
-        """The kind of stage, for which a recipe has a number of epochs: `pretrain`, `prune`, `finetune`, `train`."""
-        return self.step.phase
-
-    @property
-    def member(self) -> int | None:
-        """The member that the stage trains, or None if all train together."""
-        return self.step.member
-
-    @property
-    def name(self) -> str:
-        """What a person calls the stage: `member 2 prune`."""
-        return self.step.name
-
-    def logits(self, inputs: Any) -> Tensor:
-        """Run the network under training and return its logits."""
-        output = None if self.engine is None else self.engine.output(self.network, inputs)
-        return logits_of(call(self.network, inputs) if output is None else output)
-
-    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of a batch."""
-        logits = self.logits(inputs)
-        check_classes(self.loss, logits, targets)
-        return self.loss(logits, targets)
-
-    def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Return parameter groups for an optimizer, with weight decay only where the method needs it.
-
-        torch.optim.SGD(stage.parameter_groups(weight_decay=1e-4), lr=0.1)
-        """
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return [{"params": trainable, "weight_decay": weight_decay}]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy what trains, for a moving average for example; the copy commits into the same ensemble."""
-        copied = self.__class__.__new__(self.__class__)
-        memo |= {id(self): copied, id(self._commit): self._commit, id(self.loss): self.loss}
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def commit(self) -> None:
-        """Write the stage into its ensemble; moving on to the next stage does this automatically."""
-        if self.committed:
-            raise PluresError(f"stage '{self.name}' is already committed")
-        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            if bool(tensor.isnan().any()) or (isinstance(tensor, nn.Parameter) and bool(tensor.isinf().any())):
-                raise PluresError(
-                    f"stage '{self.name}' has NaN or infinity in {name!r} and is not committed: train it again with a "
-                    "lower learning rate or gradient clipping"
-                )
-        with torch.no_grad():
-            self._commit(self)
-        self.committed = True
-
-
-def refuse_other_shared(stage: Stage, own: Mapping[str, Tensor], used: Mapping[str, Tensor]) -> None:
-    """Refuse a stage that was trained with other shared tensors, by name, than the ensemble has.
-
-    DDP gives every process the tensors of the first. What a stage does not write back must be the same everywhere from
-    the start, or else each process would end with another ensemble. A moving average or a lower precision may round.
-    """
-    for name, tensor in own.items():
-        theirs = used[name]
-        ours = tensor.to(theirs)
-        # 1e-7: float16 rounds by up to 3e-8, however small the number.
-        rounded = ours.is_floating_point() and torch.allclose(ours, theirs, rtol=0.01, atol=1e-7)
-        if not (ours.equal(theirs) or rounded):
-            raise other_start(stage, f"the shared tensor {name!r}")
-
-
-def other_start(stage: Stage, what: str) -> PluresError:
-    """Say that a stage was trained with something that the ensemble of this process does not have."""
-    return PluresError(
-        f"stage '{stage.name}' was trained with {what} of another ensemble: call torch.manual_seed with one number "
-        "and give the ensemble one seed in all processes, and do not change what is frozen"
-    )
 
 
 @dataclass(frozen=True)
@@ -233,6 +89,7 @@ class Ensemble(Predictor, ABC):
         check_network(network)
         self.loss = loss or F.cross_entropy
         self.given = Given.of(network)
+        self._opened: weakref.ref[Stage] | None = None  # the last stage of `stages`
 
     @abstractmethod
     def plan(self) -> list[Step]:
@@ -287,6 +144,7 @@ class Ensemble(Predictor, ABC):
         """
         while (step := due(self.plan())) is not None:
             stage = self.open(step)
+            self._opened = weakref.ref(stage)
             yield stage
             if not stage.committed:
                 stage.commit()
@@ -305,6 +163,9 @@ class Ensemble(Predictor, ABC):
 
     def __repr__(self) -> str:
         return self.summary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}  # a copy has no part in the stages of this ensemble
 
     def _heading(self) -> str:
         plan = self.plan()
@@ -351,27 +212,6 @@ class Ensemble(Predictor, ABC):
 
 
 SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_masks")
-
-
-def check_classes(loss: Loss, logits: Tensor, targets: Tensor) -> None:
-    """Refuse logits that a loss for classes cannot train on: of one class, which cost nothing, or of other places."""
-    if not is_for_classes(loss) or logits.dim() < 2:
-        return
-    axis, shape = class_axis(loss), list(logits.shape)
-    if not -len(shape) <= axis < len(shape):
-        raise PluresError(f"the network returned {shape}, which has no axis {axis}: name another class_axis")
-    if shape[axis] == 1:
-        raise PluresError(
-            f"the network returned {shape}: one number per sample, and its cross-entropy is always zero: "
-            "return one logit per class (two for a yes-no question), or give another loss, as for regression: loss=..."
-        )
-    places = [*shape[: axis % len(shape)], *shape[axis % len(shape) + 1 :]]
-    distributions = [places[0], shape[axis], *places[1:]]
-    if len(shape) > 2 and list(targets.shape) not in (places, distributions):
-        raise PluresError(
-            f"the network returned {shape}, classes on axis {axis}, for targets of shape {list(targets.shape)}: give "
-            f"one class for each place, {places}"
-        )
 
 
 def file_line(stored: float, plain: float) -> str:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 import plures
 from plures.checks import number, one_of, whole_number
-from plures.ensemble import Ensemble, Stage
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.methods import METHODS
+from plures.stage import Stage
 
 STEPS = 16  # per epoch, where the batch size is chosen by the number of rows
 LARGEST_BATCH = 200

@@ -38,6 +38,7 @@ PARTS: dict[str, type] = {
 }
 # A file may be so many times smaller than its network (half precision, narrow members) before it is suspicious.
 MOST_SMALLER, SMALL = 64, 1 << 26
+log = logging.getLogger("plures")
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,6 +57,9 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     path = Path(path)
     if not path.parent.is_dir():
         raise PluresError(f"cannot save to {path}: there is no folder {path.parent}")
+    opened = None if ensemble._opened is None else ensemble._opened()
+    if opened is not None and not opened.committed and opened.touched:
+        log.warning("stage '%s' is not committed, so %s does not have it: call stage.commit() first", opened.name, path)
     held = ensemble.tensors(dtype) | calibration.to_tensors(ensemble.calibration)
     stored = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
     document = json.dumps(

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plures.ensemble import Stage
+from plures.stage import Stage
 
 
 class StageModel(nn.Module):

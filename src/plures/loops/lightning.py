@@ -6,7 +6,7 @@ from typing import Any
 from lightning import LightningModule
 from torch import Tensor
 
-from plures.ensemble import Stage
+from plures.stage import Stage
 
 
 class StageModule(LightningModule):

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of, unknown, whole_number
-from plures.ensemble import Ensemble, Stage, Step, Stored, check_classes
+from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.seeding import check_seed
+from plures.stage import Stage, Step, check_classes
 from plures.tensors import Layer, check_network, layers, moments, places, restart, shell, tensors
 
 Init = Literal["given", "fresh"]
@@ -111,12 +112,12 @@ class TogetherStage(Stage):
 
     reduction: Reduction = "mean"
 
-    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of a batch for all members, which have the same targets."""
+    def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(inputs)
         check_classes(self.loss, logits[0], targets)
         losses = torch.stack([self.loss(member, targets) for member in logits])
-        return losses.mean() if self.reduction == "mean" else losses.sum()
+        self._heads = 1 if self.reduction == "mean" else len(logits)
+        return losses.mean() if self.reduction == "mean" else losses.sum(), logits[0]
 
 
 class ManyInOne(OneStage):

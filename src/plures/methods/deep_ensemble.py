@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments, call, logits_of
 from plures.checks import one_of
-from plures.ensemble import Ensemble, Stage, Step, Stored, refuse_other_shared
+from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import check_members
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared
 from plures.seeding import check_seed
+from plures.stage import Stage, Step, refuse_other_shared
 from plures.tensors import moments, own_tensors, restart, tensors
 
 Classifier = Literal["private", "fixed"]

@@ -13,11 +13,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import nearest, one_of, whole_number
-from plures.ensemble import Stage, Step
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import Init, OneStage, started
 from plures.seeding import seed_of
+from plures.stage import Stage, Step
 from plures.tensors import layers, places, shell
 
 Granularity = Literal["element", "channel"]

@@ -11,11 +11,12 @@ from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
 from plures.checks import whole_number
-from plures.ensemble import Stage, Step, Stored, check_classes
+from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import CrossEntropy, Loss, class_axis
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne
+from plures.stage import Stage, Step, check_classes
 from plures.tensors import Layer, canonical, layers, moments, restart
 
 
@@ -146,9 +147,9 @@ class _Training(Stage):
     def __init__(self, ensemble: MIMO, slots: _Slots, step: Step) -> None:
         super().__init__(slots, step, ensemble.loss, ensemble._write)
         self.slots = (ensemble.members, ensemble.batch_repetition, ensemble.input_repetition)
+        self._heads = ensemble.members
 
-    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of a batch, summed over the heads."""
+    def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         images, name = _one_tensor(inputs)
         if self.training:
             rows = shuffles(len(images), *self.slots, device=images.device)
@@ -156,7 +157,8 @@ class _Training(Stage):
             rows = torch.arange(len(images), device=images.device).expand(self.slots[0], -1)
         heads = cast(_Slots, self.network).run([images[row] for row in rows], name)
         check_classes(self.loss, heads[0], targets[rows[0]])
-        return torch.stack([self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]).sum()
+        losses = [self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]
+        return torch.stack(losses).sum(), heads[0]
 
 
 def shuffles(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from plures import files
-from plures.ensemble import Ensemble, Step
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import DataInfo
 from plures.lab.evaluation.evaluate import fastest
@@ -25,6 +25,7 @@ from plures.lab.timing.harness import Action, Clock
 from plures.lab.training.distributed import resolve
 from plures.lab.training.loop import lay_out
 from plures.methods.deterministic import Deterministic
+from plures.stage import Step
 from plures.storage import save
 
 ROUNDS = 9

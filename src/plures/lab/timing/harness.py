@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plures.ensemble import Stage
 from plures.lab.training.loop import lay_out
+from plures.stage import Stage
 
 Action = Callable[[], object]
 Clock = Callable[[], float]

@@ -52,7 +52,8 @@ def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
     checksums = _document(contents)[1]
     if checksums is not None and _checksums(stored) != checksums:
         raise damaged("a tensor does not match its checksum")
-    current = _tensors(stage, optimizer)
+    # The first versions kept no record of the training.
+    current = {n: t for n, t in _tensors(stage, optimizer).items() if n in stored or not n.startswith("stage.record.")}
     if {name: tensor.shape for name, tensor in stored.items()} != {name: one.shape for name, one in current.items()}:
         raise damaged("it does not fit the stage")
     with torch.no_grad():

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from plures.ensemble import Stage
 from plures.errors import PluresError
 from plures.lab.recipes import Recipe
+from plures.stage import Stage
 
 Result = TypeVar("Result")
 LARGE = 2**24  # bytes of a stage that are not left for Python to collect some day

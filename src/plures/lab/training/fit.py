@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 
 from plures import files
-from plures.ensemble import Ensemble, Step, due
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data
 from plures.lab.evaluation.evaluate import calibrate, evaluate
@@ -29,6 +29,7 @@ from plures.lab.training.checkpoint import Position, damaged, pack, position_of,
 from plures.lab.training.distributed import Processes
 from plures.lab.training.loop import StageLoop
 from plures.lab.training.progress import Display
+from plures.stage import Step, due
 from plures.storage import refill, save
 from plures.tensors import checksum
 

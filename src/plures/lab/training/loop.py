@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures.ensemble import Ensemble, Stage, Step
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Augment, Data, batches, steps
 from plures.lab.recipes import Recipe
@@ -18,6 +18,7 @@ from plures.lab.training.checkpoint import prime
 from plures.lab.training.distributed import Processes
 from plures.losses import Loss
 from plures.seeding import seed_of
+from plures.stage import Stage, Step
 
 log = logging.getLogger("plures")
 UNDERCONFIDENT = 0.2  # how far below accuracy a stage's confidence ends before it is worth a word
@@ -178,6 +179,11 @@ class Watched(nn.Module):
         super().__init__()
         self.loss = loss
         self.reset(torch.device("cpu"))
+
+    @property
+    def __wrapped__(self) -> Loss:
+        """The loss that it watches, under the name that functools uses."""
+        return self.loss
 
     def reset(self, device: torch.device) -> None:
         """Count from zero."""

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from plures.ensemble import Step
 from plures.errors import visible
+from plures.stage import Step
 
 PAUSE = 1.0  # seconds between plain lines at least: short epochs would flood a log file
 REFRESH = 2.0  # redraws a second: they take time from the training

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of
-from plures.ensemble import Ensemble, Stage, Step, Stored, due, file_line
+from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.orthogonal_dropout import file, phases
@@ -26,6 +26,7 @@ from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_role
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native.library import why_unavailable
 from plures.seeding import check_seed
+from plures.stage import Stage, Step, due
 from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
@@ -126,7 +127,9 @@ class OrthogonalDropout(Ensemble):
                 tensor.requires_grad_(False)
         masks = {name: phase.mask(known[name], self._partition, name, member) for name in self.owners}
         put_on(network, masks, self._places)
-        stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket))
+        stage = Stage(
+            network, step, self.loss, partial(self._commit, ticket=self._ticket, before=phases.statistics(network))
+        )
         stage.engine = TrainingEngine()
         return stage
 
@@ -146,12 +149,13 @@ class OrthogonalDropout(Ensemble):
             restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
         return network
 
-    def _commit(self, stage: Stage, ticket: object) -> None:
+    def _commit(self, stage: Stage, ticket: object, before: Mapping[str, Tensor]) -> None:
         if ticket is not self._ticket:
             raise self._out_of_date(stage.step)
         member, phase = self._number(stage.member), phases.PHASES[stage.phase]()
         values = unmasked(stage.network)
         phases.refuse_other_start(stage, phase, self._split, values)
+        values |= phases.settled(stage.network, before)
         phase.claim(stage.network, self._partition, member)
         if phase.completes:
             self._split.write(member, values)

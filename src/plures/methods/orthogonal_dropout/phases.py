@@ -16,12 +16,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.ensemble import Stage, other_start, refuse_other_shared
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import Keep, TopK, gathered, in_layout_of, mask_of, spread
 from plures.methods.orthogonal_dropout.partition import Partition, Split
 from plures.methods.orthogonal_dropout.roles import Role
+from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors
 
 log = logging.getLogger("plures")
@@ -116,6 +117,37 @@ def refuse_other_start(stage: Stage, phase: Phase, split: Split, values: Mapping
             expected = cast(Keep, phase.mask(own[name], split.partition, name, cast(int, stage.member)))
             if not mask.mask.equal(expected.mask.to(mask.mask)):
                 raise other_start(stage, f"the mask of {name!r}")
+
+
+def statistics(network: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the running statistics of a network's batch norms, by name."""
+    return {name: tensor.detach().clone() for name, tensor in own_tensors(network).items() if _statistic(network, name)}
+
+
+def settled(network: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the running statistics of a stage's own batches: what is left in them from `before` is taken out.
+
+    A stage changes the mask, so the statistics from before it belong to another network. With a momentum of 0.01 a
+    third of them is left after a hundred steps.
+    """
+    now, result = statistics(network), {}
+    for name, start in before.items():
+        path, _, kind = name.rpartition(".")
+        norm = cast(_BatchNorm, network.get_submodule(path))
+        count = f"{path}.num_batches_tracked".lstrip(".")
+        if kind == "num_batches_tracked" or count not in now or norm.momentum == 0:
+            continue
+        old, steps = int(before[count]), int(now[count]) - int(before[count])
+        if steps > 0:
+            left = old / (old + steps) if norm.momentum is None else (1 - norm.momentum) ** steps
+            own = (now[name] - left * start.to(now[name])) / (1 - left)
+            result[name] = own.clamp_min(0) if kind == "running_var" else own
+    return result
+
+
+def _statistic(network: nn.Module, name: str) -> bool:
+    path, _, kind = name.rpartition(".")
+    return isinstance(network.get_submodule(path), _BatchNorm) and (kind.startswith("running_") or "tracked" in kind)
 
 
 class Progress:
