@@ -1,4 +1,4 @@
-"""What all tests share: the names that examples may use without an import, and places that are no user's."""
+"""What all tests share: the names that examples use without an import, and a cache of their own."""
 
 import gc
 import os
@@ -13,14 +13,22 @@ from torch import nn
 
 import plures
 from plures.lab.models import resnet18
+from plures.native import library
 
 # The compiler would start processes of its own, each of which imports torch, for the few graphs that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+def pytest_sessionstart() -> None:
+    """Skip no native test without being asked to."""
+    reason = library.why_unavailable()
+    if reason is not None and os.environ.get("PLURES_NATIVE") != "0":
+        pytest.exit(f"{reason}; to run the other tests, set PLURES_NATIVE=0", returncode=1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage among the modules and tests that collection makes: it takes a quarter of the time."""
+    """Collect no garbage among modules and tests, which takes a quarter of the time."""
     gc.disable()
     try:
         return (yield)
@@ -45,7 +53,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a test a cache and a working directory of its own."""
+    """Let a test use a cache and a working directory of its own."""
     monkeypatch.setenv("PLURES_CACHE", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -78,7 +78,6 @@ def test_calibration_is_the_temperature_of_the_metrics_and_helps_elsewhere(ensem
     assert torch.equal(ensemble.calibrate(None).predict(TEST[0]).probabilities, before.probabilities)
 
 
-@settings(derandomize=True, max_examples=25)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.floats(0.1, 8.0), st.booleans())
 def test_calibration_never_worsens_the_nll_of_what_it_saw(seed, members, sharpness, per_member) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -344,7 +343,6 @@ def test_until_is_a_share(ensemble) -> None:
             ensemble.predict(TEST[0], until=until)
 
 
-@settings(derandomize=True, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
 def test_shares_rise_as_those_of_scikit_learn(bins) -> None:
     from sklearn.isotonic import isotonic_regression

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from crepes import ConformalClassifier, ConformalRegressor
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mapie.classification import SplitConformalClassifier
 from mapie.conformity_scores.sets import APSConformityScore
@@ -24,8 +24,6 @@ from plures.guarantees import (
     risk_bound,
     select,
 )
-
-reproducible = settings(derandomize=True, max_examples=40)
 
 
 def classified(seed: int, samples: int, classes: int = 6, signal: float = 1.4) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +101,6 @@ def test_sets_cover_as_asked_over_random_splits(scores) -> None:
     assert all(abs(one - 0.9) < 4 * 0.0155 for one in found)
 
 
-@reproducible
 @given(st.integers(0, 2**31), st.floats(0.5, 0.99), st.floats(0, 0.5), st.integers(1, 4))
 def test_adaptive_sets_hold_the_most_probable_class_and_a_penalty_never_adds_ranks(seed, coverage, penalty, free):
     held_out, targets = classified(seed, 120)
@@ -147,7 +144,6 @@ def test_several_outputs_have_a_quantile_each() -> None:
     assert quantile(scores, 0.9).tolist() == [18.0, 118.0]
 
 
-@reproducible
 @given(st.integers(1, 400), st.floats(0.01, 0.999))
 def test_the_number_of_samples_that_a_coverage_takes_is_exact(count: int, coverage: float) -> None:
     takes = held_out_for_coverage(coverage)
@@ -160,7 +156,6 @@ def test_the_number_of_samples_that_a_coverage_takes_is_exact(count: int, covera
 # --- selection
 
 
-@reproducible
 @given(st.integers(1, 3000), st.floats(0, 1), st.floats(1e-4, 0.5))
 def test_the_risk_bound_is_that_of_scipy(answered: int, rate: float, delta: float) -> None:
     errors = round(rate * answered)

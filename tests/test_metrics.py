@@ -4,7 +4,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, average_precision_score, log_loss, roc_auc_score
 
@@ -12,7 +12,6 @@ from plures import metrics
 from plures.errors import PluresError
 
 ON_TARGETS = [metrics.accuracy, metrics.nll, metrics.brier, metrics.ece, metrics.aurc, metrics.temperature]
-reproducible = settings(derandomize=True, max_examples=60)
 
 
 def random_case(seed, samples, classes, sharpness=2.0, members=None):
@@ -40,7 +39,6 @@ confidences = st.lists(st.tuples(st.sampled_from([0.5, 0.6, 0.8, 0.9, 1.0]), st.
 # --- against scikit-learn, torchmetrics and plain loops
 
 
-@reproducible
 @given(cases)
 def test_accuracy_nll_and_brier_equal_scikit_learn_and_numpy(case):
     probabilities, targets = case
@@ -51,7 +49,6 @@ def test_accuracy_nll_and_brier_equal_scikit_learn_and_numpy(case):
     assert metrics.brier(*case) == pytest.approx(((probabilities - one_hot) ** 2).sum(1).mean())
 
 
-@reproducible
 @given(cases, st.sampled_from([1, 2, 10, 15, 100]))
 def test_ece_equals_torchmetrics(case, bins):
     with warnings.catch_warnings():  # some versions warn about optional packages while they are imported
@@ -66,7 +63,6 @@ def test_ece_equals_torchmetrics(case, bins):
     assert metrics.ece(probabilities, targets, bins) == pytest.approx(float(theirs), abs=1e-6)
 
 
-@reproducible
 @given(scores, scores)
 def test_ood_equals_scikit_learn_and_a_loop_over_thresholds(inside, outside):
     found = metrics.ood(inside, outside)
@@ -101,7 +97,6 @@ def test_aurc_equals_a_plain_loop(seed):
     assert metrics.aurc(probabilities, targets) == pytest.approx(expected, rel=1e-12)
 
 
-@reproducible
 @given(confidences, st.randoms(use_true_random=False))
 def test_aurc_with_ties_is_the_loop_over_mean_errors_in_any_order(samples, random):
     def measured(pairs):
@@ -115,7 +110,6 @@ def test_aurc_with_ties_is_the_loop_over_mean_errors_in_any_order(samples, rando
     assert measured(shuffled) == measured(samples)
 
 
-@reproducible
 @given(cases, st.integers(0, 2**32 - 1))
 def test_order_of_samples_has_no_effect(case, seed):
     probabilities, targets = case
@@ -225,7 +219,6 @@ def test_entropy_is_not_negative_for_a_row_slightly_above_one():
     assert metrics.entropy(torch.tensor([1.0005, 0.0])) == 0
 
 
-@reproducible
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.1, 30), st.sampled_from([torch.float32, torch.float64])
 )
@@ -265,7 +258,6 @@ def test_temperature_recovers_the_one_that_was_hidden(true):
     assert metrics.temperature(hidden, targets) == pytest.approx(true, rel=0.05)
 
 
-@reproducible
 @given(cases)
 def test_no_other_temperature_has_a_lower_nll(case):
     best = metrics.temperature(*case)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,7 +44,6 @@ def agrees(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max() / scale) < 1e-5
 
 
-@settings(max_examples=120)
 @given(
     members=st.integers(2, 6),
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 70), st.integers(1, 11), st.integers(1, 11)),
@@ -109,7 +108,6 @@ def test_convolution_of_members_is_torchs_own(
     agrees(unblock(found, batch), expected)
 
 
-@settings(max_examples=40)
 @given(
     members=st.integers(2, 6),
     outputs=st.integers(1, 40),
@@ -184,7 +182,6 @@ def test_nan_passes_relu_as_in_torch():
     assert found[1] == 0
 
 
-@settings(max_examples=20)
 @given(members=st.integers(1, 4), batch=st.integers(1, 20), relu=st.booleans(), seed=st.integers(0, 99))
 def test_affine_is_a_folded_norm_layer(members, batch, relu, seed):
     random = generator(seed)
@@ -275,7 +272,6 @@ def valid_calls() -> dict[str, tuple[object, list[object], list[int]]]:
     }
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_wrong_arguments_are_refused_or_make_no_difference(data):
     """No argument lets a kernel read or write beyond a buffer: it is refused, or it means what torch says it means."""
@@ -373,7 +369,7 @@ def test_training_refuses_what_does_not_fit(damage):
 def compiler() -> str:
     found = shutil.which("cc")
     if found is None:
-        pytest.skip("no C compiler")
+        pytest.fail("no C compiler; install one, or skip the native tests by PLURES_NATIVE=0")
     return found
 
 
@@ -389,7 +385,7 @@ def quick_compiler() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
+        pytest.fail("no C compiler; install one, or skip the native tests by PLURES_NATIVE=0")
     folder = tmp_path_factory.mktemp("compiled")
     return build.compile_into(folder, ["portable"])
 
@@ -464,7 +460,7 @@ def test_why_there_is_no_library(tmp_path):
 def sixteen_lanes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source as it is compiled for AVX-512, in vectors that every CPU can run."""
     if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
+        pytest.fail("no C compiler; install one, or skip the native tests by PLURES_NATIVE=0")
     wide = build.Level(build.LEVELS["avx512"].lanes, ("-DPLURES_PLAIN",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(build.LEVELS, "portable", wide)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -173,7 +173,6 @@ optimizers = {
         }
     ),
 )
-@settings(max_examples=25)
 def test_no_optimizer_moves_an_earlier_member(optimizer, clip, members, seed, options) -> None:
     ensemble = OrthogonalDropout(mlp(), members=members, seed=seed, **options)
     committed: torch.Tensor | None = None

@@ -66,7 +66,7 @@ options = st.fixed_dictionaries(
 
 
 @given(options, st.integers(0, 18))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_save_and_load_are_equal_to_the_bit_at_any_point_of_training(tmp_path, chosen, stages: int) -> None:
     ensemble = trained(stages, **chosen)
     path = tmp_path / "ensemble.safetensors"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,7 +46,6 @@ def agrees(found: Tensor, expected: Tensor, within: float = 1e-5) -> None:
 # The functions
 
 
-@settings(max_examples=100)
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11), st.integers(1, 11)),
     kernel=st.sampled_from([(1, 1), (3, 3), (3, 3), (3, 3), (5, 5), (2, 2), (1, 3)]),
@@ -80,7 +79,6 @@ def test_a_masked_convolution_and_its_gradients_are_torchs_own(
         agrees(one, other)
 
 
-@settings(max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 8), st.integers(1, 8)),
     blocks=st.integers(1, 3),

@@ -1,39 +1,57 @@
 """Run the attack: python -m attack --help."""
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from attack.driver import Part, Results, run
 
-PARTS = ("damaged", "malicious", "threads", "commands", "folders", "processes")
+PARTS = ("damaged", "malicious", "threads", "commands", "folders", "processes", "properties")
 
 
 def main() -> int:
-    """Attack, and end with 1 where something went wrong."""
+    """Attack, and return 1 if something went wrong."""
     parser = argparse.ArgumentParser(prog="attack", description="Attack plures with bad files, threads and bad inputs.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts of it")
     parser.add_argument("--files", type=int, default=10_000, help="damaged files, and as many malicious ones")
     parser.add_argument("--predictions", type=int, default=500, help="in each of 8 threads, for each method and engine")
     parser.add_argument("--inputs", type=int, default=1_000, help="bad inputs to each command, and folders of the hub")
-    parser.add_argument("--first", type=int, default=0, help="the first of these: 9999 makes the last file again")
+    parser.add_argument("--first", type=int, default=0, help="the first of these: 9999 repeats the last file")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other files and inputs")
-    parser.add_argument("--jobs", type=int, default=1, help="how many processes work at the same time")
-    parser.add_argument("--results", type=Path, help="keep the verdicts in this JSON file; the same command goes on")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--results", type=Path, help="store the verdicts in this JSON file; the same command continues")
     chosen = parser.parse_args()
     settings = {name: getattr(chosen, name) for name in ("files", "predictions", "inputs", "first", "seed")}
     with tempfile.TemporaryDirectory() as folder:
         parts = [part for name in chosen.only for part in parts_of(name, chosen, Path(folder))]
         try:
-            return 1 if run(parts, Results(chosen.results, settings), chosen.jobs, chosen.first) else 0
+            failed = bool(run(parts, Results(chosen.results, settings), chosen.jobs, chosen.first))
+            return int(failed | ("properties" in chosen.only and properties_fail(chosen.seed)))
         except KeyboardInterrupt:
-            print("attack: interrupted; with --results the same command goes on", file=sys.stderr)
+            print("attack: interrupted; with --results the same command continues", file=sys.stderr)
             return 130
 
 
+def properties_fail(seed: int) -> bool:
+    """Run the property tests of the test suite with 500 new examples each; return whether one of them fails."""
+    words = [
+        "-m",
+        "pytest",
+        "-m",
+        "hypothesis",
+        "--hypothesis-profile=attack",
+        f"--hypothesis-seed={seed}",
+        "--tb=short",
+    ]
+    return (
+        subprocess.run([sys.executable, *words], cwd=Path(__file__).parent.parent.parent, check=False).returncode != 0
+    )
+
+
 def parts_of(name: str, chosen: argparse.Namespace, folder: Path) -> list[Part]:
-    """Make a part of the attack ready: what its children share is made once."""
+    """Return a part of the attack; files that its items share are made once."""
     from attack.commands import Commands, train_one
     from attack.files import Files
     from attack.folders import Folders
@@ -41,6 +59,8 @@ def parts_of(name: str, chosen: argparse.Namespace, folder: Path) -> list[Part]:
     from attack.threads import Threads
     from plures.lab.cli.main import commands
 
+    if name == "properties":  # pytest judges them
+        return []
     if name == "threads":
         return [Threads(chosen.predictions)]
     if name in ("damaged", "malicious"):
