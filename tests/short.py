@@ -1,11 +1,16 @@
-"""The smallest runs that a comparison can be made of, and a pool that makes them here and now."""
+"""The smallest runs that a comparison can be made of, and a launcher that trains them in this process."""
 
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from plures.lab.cli.main import main
 from plures.lab.compare.jobs import Job
-from plures.lab.compare.worker import describe, reason_of
+from plures.lab.compare.processes import run_all
+from plures.lab.compare.progress import RunsDisplay
 from plures.lab.recipes import Epochs, get_recipe
 
 SHORT = replace(
@@ -23,17 +28,40 @@ SHORT_WORDS = [
 METHODS = ("deterministic", "orthogonal-dropout", "deep-ensemble")
 
 
-class Here:
-    """Makes runs in this process, where torch is loaded already: for tests of what becomes of them."""
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+
+    def poll(self) -> int:
+        return self.code
+
+    def end(self) -> None:
+        pass
+
+
+class InThisProcess:
+    """Executes commands in this process, where torch is loaded already: for tests of what comes of them."""
 
     at_once = 1
 
-    def submit(self, job: Job) -> "Future[str | None]":
-        future: Future[str | None] = Future()
-        future.set_result(reason_of(describe(job, None)))
-        return future
+    def start(self, words: Sequence[str], output: Path) -> Done:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(list(words))
+        with output.open("a") as file:
+            file.write(said.getvalue())
+        return Done(code)
 
 
-def pool_here(*_: object) -> AbstractContextManager[Here]:
-    """Take the place of the pool that a comparison would start."""
-    return nullcontext(Here())
+@contextmanager
+def launcher_here(*_: object) -> Iterator[InThisProcess]:
+    """Take the place of the launcher that a comparison would open."""
+    yield InThisProcess()
+
+
+def make(*jobs: Job) -> None:
+    """Train runs in this process."""
+    failures = run_all(jobs, InThisProcess(), None, RunsDisplay(len(jobs)))
+    assert not failures, failures

@@ -13,9 +13,9 @@ import pytest
 import classifiers
 import evidence
 import plures
+import short
 import store
 import tables
-from plures.lab.compare import worker
 from plures.lab.compare.jobs import Job, Variant
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, ensemble_for, network_for
@@ -74,7 +74,7 @@ def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkey
 
     def make(jobs: list[Job], *_: object) -> dict[Path, str]:
         for job in jobs[:3]:
-            worker.make(worker.describe(job, None))
+            short.make(job)
             made.append((job.variant.method, job.recipe.seed))
         if jobs[3:]:
             raise KeyboardInterrupt
@@ -176,7 +176,7 @@ def wanted(tmp_path: Path, monkeypatch) -> evidence.Wanted:
 
 def test_runs_with_other_settings_are_no_evidence(tmp_path: Path, wanted: evidence.Wanted) -> None:
     job = wanted.jobs(tmp_path / "runs")[0]
-    worker.make(worker.describe(job, None))
+    short.make(job)
     store.keep(job, None)
     assert store.read(job, "metrics") is not None
     path = store.path_of(job)
@@ -199,7 +199,7 @@ def test_runs_with_other_settings_are_no_evidence(tmp_path: Path, wanted: eviden
 def test_a_bad_folder_among_the_runs_costs_none_of_the_others(tmp_path: Path, wanted: evidence.Wanted) -> None:
     jobs = wanted.jobs(tmp_path / "runs")
     for job in jobs:
-        worker.make(worker.describe(job, None))
+        short.make(job)
     config = jobs[1].run / "config.json"
     config.write_text(config.read_text().replace('"width": 8', '"width": 9'))
     with pytest.raises(SystemExit, match="recipe.width was 9 and is 8"):
@@ -225,7 +225,7 @@ def test_some_of_the_runs_are_chosen_by_their_folders(tmp_path: Path, monkeypatc
 
 def test_what_was_kept_stays_until_it_counts_no_more(tmp_path: Path, wanted: evidence.Wanted, monkeypatch) -> None:
     job = wanted.jobs(tmp_path / "runs")[0]
-    worker.make(worker.describe(job, None))
+    short.make(job)
     store.keep(job, None)
     path = store.path_of(job)
     kept = json.loads(path.read_text())

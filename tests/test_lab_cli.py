@@ -30,7 +30,7 @@ from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
-from short import pool_here
+from short import launcher_here
 
 SMALL = [
     *("--model", "mlp", "--width", "32", "--members", "2", "--limit", "300", "--validation", "0.1"),
@@ -645,7 +645,7 @@ def test_the_demonstration_compares_three_methods_and_resumes(
 ) -> None:
     small = Recipe(limit=300, model="mlp", width=32, members=2, epochs=Epochs(2, 1, 2, 2), batch_size=32)
     monkeypatch.setitem(recipes.RECIPES, "digits", small)
-    monkeypatch.setattr("plures.lab.compare.compare._pool", pool_here)
+    monkeypatch.setattr("plures.lab.compare.compare.launcher_for", launcher_here)
     monkeypatch.chdir(tmp_path)
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     words = [line.split()[1:] for line in makefile.splitlines() if "plures" in line and "runs/demo" in line][:2]
@@ -660,8 +660,8 @@ def test_the_demonstration_compares_three_methods_and_resumes(
     assert sizes["orthogonal-dropout"] < 1.5 < sizes["deep-ensemble"]
     report = first.out.split()[-1]
     assert "orthogonal-dropout" in Path(report).read_text()
-    assert "3 to make" in first.err
+    assert "3 to train" in first.err
     assert [main(command) for command in words] == [0, 0]
     again = capsys.readouterr()
     assert again.out == first.out
-    assert "3 done before, 0 to make" in again.err
+    assert "3 done before, 0 to train" in again.err

@@ -2,37 +2,33 @@
 
 import copy
 import csv
-import io
 import json
 import shutil
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from rich.console import Console
 
 from plures.errors import PluresError
 from plures.lab import terminal
-from plures.lab.cli.main import main
+from plures.lab.cli.main import main, parse
+from plures.lab.cli.train import Train
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
-from plures.lab.compare.pool import run_all
-from plures.lab.compare.progress import Watch
 from plures.lab.compare.rows import Finished, published, rows_of, with_costs
 from plures.lab.compare.table import as_csv, columns, markdown
-from plures.lab.compare.worker import describe, make
 from plures.lab.models import build
 from plures.lab.paper.published import TABLE1, TABLE3, Published
 from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
+from plures.lab.runs.config import train_words
 from plures.lab.runs.folder import RunFolder
 from plures.lab.timing.costs import Costs, measured_costs, relative
 from plures.lab.timing.harness import one_thread
-from short import METHODS, SHORT, SHORT_WORDS, pool_here
+from short import METHODS, SHORT, SHORT_WORDS, launcher_here, make
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path
     """Three methods with two seeds each, made without further processes."""
     runs = tmp_path_factory.mktemp("runs")
     comparison = Comparison("digits", SHORT, variants(METHODS), seeds=(0, 1))
-    for job in comparison.jobs(runs):
-        make(describe(job, None))
+    make(*comparison.jobs(runs))
     return comparison, runs
 
 
@@ -57,7 +52,7 @@ def test_compare_writes_what_the_runs_measured_and_makes_none_again(
     monkeypatch.setattr("sys.argv", ["plures", *words])
     assert main(words) == 0
     shown = capsys.readouterr()
-    assert "6 done before, 0 to make" in shown.err
+    assert "6 done before, 0 to train" in shown.err
     assert "deep-ensemble" in shown.out
     results = json.loads((runs / "digits/results.json").read_text())
     assert [row["name"] for row in results["rows"]] == list(METHODS)
@@ -81,7 +76,7 @@ def test_compare_writes_what_the_runs_measured_and_makes_none_again(
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("ensemble.safetensors")} == before
 
 
-def test_a_row_builds_its_network_once_to_see_that_it_can_be_made_and_once_for_its_costs(
+def test_a_comparison_builds_no_network_itself_but_for_costs(
     finished: tuple[Comparison, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
@@ -96,8 +91,7 @@ def test_a_row_builds_its_network_once_to_see_that_it_can_be_made_and_once_for_i
     monkeypatch.setattr("plures.lab.compare.compare.run_all", lambda jobs, *_: {job.run: "not made" for job in jobs})
     comparison, runs = finished
     make_runs(comparison.jobs(tmp_path), 1, None, "here")  # two seeds of each method
-    assert len(built) == len(METHODS)
-    built.clear()
+    assert not built
     measured_costs(runs / "digits/orthogonal-dropout/seed-0")
     assert len(built) == 1
 
@@ -105,7 +99,7 @@ def test_a_row_builds_its_network_once_to_see_that_it_can_be_made_and_once_for_i
 def test_a_failed_run_stops_no_other_and_tells_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("plures.lab.compare.compare._pool", pool_here)
+    monkeypatch.setattr("plures.lab.compare.compare.launcher_for", launcher_here)
     words = ["compare", "digits", "--methods", "deterministic", "masksembles:scale=0.5", "--runs", str(tmp_path)]
     assert main([*words, *SHORT_WORDS, "--json"]) == 2
     out, err = capsys.readouterr()
@@ -115,27 +109,6 @@ def test_a_failed_run_stops_no_other_and_tells_why(
     assert "scale" in failure
     assert failure in err
     assert "failed" in (tmp_path / "digits/results.md").read_text()
-
-
-def test_an_unexpected_error_fails_one_run_only(finished: tuple[Comparison, Path]) -> None:
-    comparison, runs = finished
-    jobs = comparison.jobs(runs)[:2]
-
-    class Broken:
-        at_once = 1
-
-        def submit(self, job: Job) -> "Future[str | None]":
-            future: Future[str | None] = Future()
-            if job is jobs[0]:
-                future.set_exception(RuntimeError(""))
-            else:
-                future.set_result(None)
-            return future
-
-    with Watch(jobs, {job.run: 2 for job in jobs}) as watch:
-        failures = run_all(jobs, Broken(), watch)
-    assert list(failures) == [jobs[0].run]
-    assert "RuntimeError" in failures[jobs[0].run]
 
 
 @pytest.mark.parametrize(
@@ -215,8 +188,8 @@ def test_rows_put_seeds_together_and_name_what_differs(finished: tuple[Compariso
         "digits",
     )
     split = Variant("orthogonal-dropout", ("classifier=split",))
-    make(describe(longer, None))
-    make(describe(Job(SHORT, split, tmp_path / "digits/y/seed-0", "digits"), None))
+    make(longer)
+    make(Job(SHORT, split, tmp_path / "digits/y/seed-0", "digits"))
     names = {row.name for row in rows_of([runs, tmp_path])}
     assert "orthogonal-dropout classifier=split" in names
     assert any(name.startswith("deep-ensemble ") and "epochs.train=4" in name for name in names)
@@ -228,7 +201,7 @@ def test_unfinished_and_unlike_runs_are_refused(finished: tuple[Comparison, Path
     with pytest.raises(PluresError, match="contains no run"):
         rows_of([tmp_path])
     other = Job(replace(SHORT, limit=110), Variant("deterministic"), tmp_path / "digits/other/seed-0", "digits")
-    make(describe(other, None))
+    make(other)
     with pytest.raises(PluresError, match="different data"):
         rows_of([runs, tmp_path])
     (other.run / "ensemble.safetensors").rename(other.run / "partial.safetensors")
@@ -281,8 +254,12 @@ def test_every_target_has_distinct_runs_of_known_recipes(target: str, scale: str
     jobs = [job for comparison in comparisons for job in comparison.jobs(Path("runs"))]
     assert len({job.run for job in jobs}) == len(jobs)
     for job in jobs:
-        back = Job.from_json(json.loads(json.dumps(job.as_json())))
-        assert (back.recipe.as_json(), back.variant, back.run) == (job.recipe.as_json(), job.variant, job.run)
+        words = train_words(job.recipe.as_json(), job.variant.method, job.variant.settings, job.run, job.recipe_name)
+        command = parse(words)
+        assert isinstance(command, Train)
+        assert (command.recipe, command.method, command.run) == (job.recipe_name, job.variant.method, job.run)
+        assert command.set == job.variant.settings
+        assert replace(command.settings.recipe(), about="") == replace(job.recipe, about="")
 
 
 def test_targets_share_their_runs() -> None:
@@ -370,27 +347,6 @@ def test_runs_of_the_last_version_have_names_and_commands() -> None:
         rows_of([written])
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_live_list_cuts_nothing_however_narrow_the_terminal(width: int, finished: tuple[Comparison, Path]) -> None:
-    comparison, runs = finished
-    long = replace(
-        comparison.jobs(runs)[0], variant=Variant("mimo", ("init=fresh",), label="a name of many words " * 4)
-    )
-    jobs = [long, *comparison.jobs(runs)[1:]]
-    watch = Watch(jobs, {job.run: 2 for job in jobs})
-    for job in jobs:
-        watch.started(job)
-    watch.console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    watch.console.print(watch._table())
-    shown = watch.console.file.getvalue()  # type: ignore[attr-defined]
-    lines = [line.strip() for line in shown.splitlines()]
-    words = "".join(shown.split())
-    assert "…" not in shown
-    for job in jobs:
-        assert "".join(job.name.split()) in words
-        assert any(line.endswith(watch._position(job)) for line in lines), "where a run is stands in one line"
-
-
 def test_members_on_the_command_line_are_for_all_methods() -> None:
     jobs = Comparison("digits", SHORT, variants(["mimo", "deep-ensemble"]), members=4).jobs(Path("runs"))
     assert [job.recipe.members for job in jobs] == [4, 4]
@@ -415,8 +371,7 @@ def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path, monke
     )
     comparison = Comparison("digits", SHORT, (*counts, fixed))
     monkeypatch.setattr("plures.lab.timing.costs._measure", lambda _: Costs(1, 1, 1))  # not what is drawn
-    for job in comparison.jobs(tmp_path):
-        make(describe(job, None))
+    make(*comparison.jobs(tmp_path))
     (rows,) = compare([comparison], tmp_path)
     for target in ("figure1", "figure2"):
         paths = draw(target, [(comparison, rows)], tmp_path / target, None)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 import plures
 from plures import PluresError
 from plures.lab.cli.main import main
-from plures.lab.compare.progress import _last
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
 from plures.lab.evaluation.trust import CONSTANTS, as_metrics, kept_trust
@@ -143,15 +141,6 @@ def test_names_that_the_system_refuses(tmp_path) -> None:
             use(tmp_path / ("x" * 300))
     with pytest.raises(PluresError, match="there is no such folder"):
         plures.from_hub("x" * 300)
-
-
-@pytest.mark.parametrize("line", ["{", "[]", "null", '{"stage": 1}', "[" * 100_000])
-def test_a_broken_line_of_the_log_does_not_end_a_comparison(folder: Path, line: str) -> None:
-    job: Any = SimpleNamespace(run=folder)
-    assert _last(job) is not None
-    with RunFolder(folder).log.open("a") as log:
-        log.write(f"{line}\n")
-    assert _last(job) is None
 
 
 @pytest.mark.parametrize("key", ["stage", "phase", "member", "epoch", "loss", "train_accuracy", "validation_accuracy"])

@@ -29,7 +29,7 @@ from plures.errors import PluresError
 from plures.lab.compare import table
 from plures.lab.compare.compare import make_runs
 from plures.lab.compare.jobs import Comparison, Job, Variant, unique
-from plures.lab.compare.pool import is_done
+from plures.lab.compare.processes import is_done
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.paper.published import TABLE1, paper_data
 from plures.lab.paper.targets import AS_PUBLISHED, TARGETS, draw

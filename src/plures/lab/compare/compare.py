@@ -3,20 +3,18 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from plures.errors import PluresError, visible
+from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Job, unique
-from plures.lab.compare.pool import OnRay, Pool, Processes, default_jobs, is_done, run_all
-from plures.lab.compare.progress import Watch
+from plures.lab.compare.processes import is_done, launcher_for, run_all
+from plures.lab.compare.progress import RunsDisplay
 from plures.lab.compare.rows import Finished, Row, make_rows, with_costs, with_trust
-from plures.lab.data import Data
 from plures.lab.method_names import method_class
-from plures.lab.recipes import Recipe
+from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder, other_settings
 from plures.lab.runs.open import data_for, ensemble_for, network_for
@@ -35,13 +33,13 @@ def compare(
     shift: bool = False,
     ood: str | None = None,
 ) -> list[list[Row]]:
-    """Make what is missing of some comparisons and return the rows of each.
+    """Train the missing runs of comparisons and return the rows of each.
 
         rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
 
-    Finished runs are not made again, interrupted ones are resumed. Missing data is reported before anything is made. A
-    run that fails does not stop the others: its row gives the reason. With `shift` and
-    `ood`, runs are also measured on corrupted and on other images; the results are kept in the run folders.
+    Finished runs are not trained again, and interrupted ones are resumed. Missing data is reported before anything is
+    trained. A run that fails does not stop the others: its row has the reason. With `shift` and `ood`, runs are also
+    measured on corrupted and on other images; the results are kept in the run folders.
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]
@@ -55,34 +53,25 @@ def compare(
 
 
 def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, on: Where) -> dict[Path, str]:
-    """Make the runs that are missing, and return the reasons of those that failed, by run folder."""
+    """Train the runs that are missing, and return the reasons of those that failed, by run folder."""
     if at_once is not None and at_once < 1:
         raise PluresError(f"--jobs {at_once}: at least one is needed")
-    failures: dict[Path, str] = {}
-    epochs: dict[Path, int] = {}
     for job in jobs:
-        method_class(job.variant.method)  # one outside the package may not be there
+        method_class(job.variant.method)  # one outside the package may be missing
         refuse_others(job)
-    wanted = [job for job in jobs if not is_done(job)]
-    for job in wanted:
-        # Decoded here, once, before several processes ask for them. Data that are missing stop everything: it is better
-        # to hear of them now than after hours.
-        data = data_for(job.recipe, data_dir)
-        try:
-            known = next((epochs[one] for one in epochs if one.parent == job.run.parent), None)  # with another seed
-            epochs[job.run] = count_epochs(job, data) if known is None else known
-        except PluresError as error:
-            failures[job.run] = str(error)
-            print(visible(f"{job.name}: failed: {error}"), file=sys.stderr)
-    missing = [job for job in wanted if job.run in epochs]
+    missing = [job for job in jobs if not is_done(job)]
+    for recipe in dict.fromkeys(replace(job.recipe, epochs=Epochs(), members=1) for job in missing):
+        # Decoded here, once, before several processes need them; and missing data are reported before hours of work.
+        data_for(recipe, data_dir)
     begun = sum(RunFolder(job.run).log.is_file() for job in missing)
-    going_on = f" ({begun} of them started before)" if begun else ""
-    done = len(jobs) - len(wanted)
-    print(f"{len(jobs)} runs: {done} done before, {len(missing)} to make{going_on}", file=sys.stderr)
+    resumed = f" ({begun} of them started before)" if begun else ""
+    print(
+        f"{len(jobs)} runs: {len(jobs) - len(missing)} done before, {len(missing)} to train{resumed}", file=sys.stderr
+    )
     if not missing:
-        return failures
-    with _pool(on, at_once, data_dir) as pool, Watch(missing, epochs) as watch:
-        return failures | run_all(missing, pool, watch)
+        return {}
+    with launcher_for(on, at_once) as launcher, RunsDisplay(len(missing)) as display:
+        return run_all(missing, launcher, data_dir, display)
 
 
 @dataclass(frozen=True)
@@ -120,24 +109,14 @@ def _phases(method: str, settings: tuple[str, ...], members: int) -> list[str]:
 
 
 def refuse_others(job: Job) -> None:
-    """Refuse to continue where a run folder has a run with other settings."""
+    """Raise an error if the run folder has a run with other settings."""
     if not (job.run / "config.json").is_file():
         return
     before = RunFolder(job.run).config()
     now = {"recipe": json.loads(json.dumps(job.recipe.as_json())), "method": job.variant.class_name}
-    if differing := differences({key: before.get(key) for key in now}, now):
+    now["options"] = before["options"]  # they follow from the network
+    if differing := differences({key: before[key] for key in now}, now):
         raise other_settings(job.run, differing, "choose another folder with --runs, or the old settings")
-
-
-def count_epochs(job: Job, data: Data) -> int:
-    """See to it that a run can be made of some data, and return how many epochs it has."""
-    network = network_for(job.recipe, len(data.classes), data.channels, data.size)
-    ensemble = ensemble_for(job.recipe, job.variant.method, job.variant.settings, network)
-    return sum(job.recipe.epochs.of(step.phase) for step in ensemble.plan())
-
-
-def _pool(on: Where, at_once: int | None, data_dir: Path | None) -> "AbstractContextManager[Pool]":
-    return OnRay(at_once, data_dir) if on == "ray" else Processes(at_once or default_jobs(), data_dir)
 
 
 def _rows(comparison: Comparison, runs: Path, failures: Mapping[Path, str]) -> list[Row]:

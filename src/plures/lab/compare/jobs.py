@@ -1,13 +1,12 @@
-"""What to run: a recipe, a method with its options, a seed, and the folder of the run.
+"""The runs of a comparison: recipe, method with its options, seed and run folder.
 
 This module does not import torch.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from plures.errors import PluresError
 from plures.lab.method_names import METHOD_NAMES, facts, short_name
@@ -17,7 +16,7 @@ from plures.lab.recipes import Recipe
 
 @dataclass(frozen=True)
 class Variant:
-    """A method as one row of a table has it.
+    """One row of a comparison: a method with its options.
 
         Variant("deep-ensemble")
         Variant("orthogonal-dropout", ("granularity=kernel",), label="kernels")
@@ -54,16 +53,16 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What the row is called."""
+        """The name of the row."""
         return self.label or " ".join([short_name(self.method), *self.settings, *self._more()])
 
     @property
     def folder(self) -> str:
-        """Where its runs are: the same variant has one folder, however a table calls it."""
+        """The folder of its runs: one for equal variants, whatever their label."""
         return re.sub(r"[^\w.=-]+", "-", " ".join([self.method, *self.settings, *self._more()])).lower()
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """Give a recipe as this variant uses it."""
+        """Return a recipe with the changes of this variant."""
         recipe = recipe.for_method(self.method)
         recipe = replace(recipe, epochs=recipe.epochs.times(self.longer))
         return recipe if self.members is None else replace(recipe, members=self.members)
@@ -75,7 +74,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be made."""
+    """One run of a comparison."""
 
     recipe: Recipe
     variant: Variant
@@ -84,18 +83,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name that is shown."""
         return f"{self.recipe_name}, {self.variant.name}, seed {self.recipe.seed}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Give what another process needs to make the run."""
-        return asdict(self) | {"recipe": self.recipe.as_json(), "run": str(self.run)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Job":
-        """Make the job that `as_json` described."""
-        variant = Variant(**{**values["variant"], "settings": tuple(values["variant"]["settings"])})
-        return cls(Recipe.from_json(values["recipe"]), variant, Path(values["run"]), values["recipe_name"])
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ class Comparison:
                 raise PluresError(f"the method {doubled} is given more than once: leave one out")
 
     def jobs(self, runs: Path) -> list[Job]:
-        """List the runs: those of the first seed come first, so that a first table is there soon."""
+        """Return the runs, those of the first seed first."""
         jobs = []
         for seed in self.seeds:
             for variant in self.variants:
@@ -134,7 +123,7 @@ class Comparison:
 
 
 def unique(jobs: Iterable[Job]) -> list[Job]:
-    """Leave out jobs that stand in several tables."""
+    """Return the jobs without those that occur twice."""
     return list({job.run: job for job in jobs}.values())
 
 

@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from plures.ensemble import Ensemble
 from plures.files import digest
 from plures.lab.data import Data
-from plures.lab.method_names import NOT_OPTIONS, kebab, method_class
+from plures.lab.method_names import NOT_OPTIONS, kebab, method_class, takes
 from plures.lab.recipes import RECIPES, Recipe
 from plures.version import __version__
 
@@ -88,24 +88,32 @@ def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
 
 
 def train_command(config: Mapping[str, Any], run: Path) -> str:
-    """Give the `plures train` command of a run: its recipe, and an option for every number that differs.
+    """Return the `plures train` command of a run.
 
     train_command(RunFolder("runs/mimo").config(), Path("runs/mimo"))
     # 'plures train digits --method mimo --learning-rate 0.05 --run runs/mimo'
     """
     made = made_of(config, exact=True)
-    own = flat_values(config["recipe"])
-    usual = {name: flat_values(recipe.for_method(made.method).as_json()) for name, recipe in RECIPES.items()}
-    changed = {name: [key for key in own if own[key] != values.get(key)] for name, values in usual.items()}
-    # Equal numbers make equal runs: where the recipe has no name, or one of another version, the nearest will do.
-    name = made.recipe if made.recipe in RECIPES else min(changed, key=lambda one: len(changed[one]))
-    words = ["plures", "train", name, "--method", made.method]
+    return shlex.join(["plures", *train_words(config["recipe"], made.method, made.settings, run, made.recipe)])
+
+
+def train_words(
+    recipe: Mapping[str, Any], method: str, settings: Sequence[str], run: Path, name: str | None
+) -> list[str]:
+    """Return the arguments of `plures` that train a run: a recipe by name, and an option for every other setting."""
+    own = flat_values(recipe)
+    if not takes(method_class(method), "members"):
+        del own["members"]
+    usual = {one: flat_values(known.for_method(method).as_json()) for one, known in RECIPES.items()}
+    changed = {one: [key for key in own if own[key] != values.get(key)] for one, values in usual.items()}
+    # Equal settings make equal runs: if the recipe has no name, or one of another version, the nearest will do.
+    name = name if name in RECIPES else min(changed, key=lambda one: len(changed[one]))
+    words = ["train", name, "--method", method]
     for key in changed[name]:
-        if key != "members" or "members" in config["options"]:
-            words += _option(key, own[key])
-    for setting in made.settings:
+        words += _option(key, own[key])
+    for setting in settings:
         words += ["--set", setting]
-    return shlex.join([*words, "--run", str(run)])
+    return [*words, "--run", str(run)]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -114,7 +122,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     >>> differences({"recipe": {"seed": 0}}, {"recipe": {"seed": 1}, "environment": {"torch": "2.6"}})
     ['recipe.seed was 0 and is 1']
     """
-    return _changes(*({key: one[key] for key in DECIDING if key in one} for one in (before, now)))
+    return _changes(_deciding(before), _deciding(now))
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: config[key] for key in DECIDING if key in config}
+    if "members" not in found.get("options", ["members"]):  # the method has none, whatever the recipe says
+        found["recipe"] = {name: value for name, value in found["recipe"].items() if name != "members"}
+    return found
 
 
 def new_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -156,7 +171,7 @@ def _option(key: str, value: Any) -> list[str]:
     name = "--" + key.replace("_", "-")
     if isinstance(value, bool):
         return [name if value else name.replace("--", "--no-", 1)]
-    return [name, *_word(value).split()]
+    return [name, *map(str, value)] if isinstance(value, list) else [name, str(value)]
 
 
 def _word(value: Any) -> str:

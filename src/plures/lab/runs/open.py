@@ -61,12 +61,11 @@ def with_weights(network: nn.Module, source: str) -> nn.Module:
     if not is_file(path) and path.is_dir():
         run = RunFolder(path)
         config = run.config()
-        if config["method"] != Deterministic.__name__:
-            raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
         if not run.finished:
             raise unfinished(config, path)
-        trained = load(run.ensemble, network)
-        assert isinstance(trained, Deterministic)  # as its configuration says
+        trained = load(run.ensemble, network) if config["method"] == Deterministic.__name__ else None
+        if not isinstance(trained, Deterministic):
+            raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
         return trained.checkout(0)
     try:
         if not is_file(path):  # a pipe would keep us waiting
