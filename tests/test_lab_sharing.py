@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 import networks
 import plures
@@ -36,20 +37,38 @@ def test_the_card_says_what_was_measured_and_how_to_load_it(published, monkeypat
     measured = json.loads((RUN / "metrics.json").read_text())
     assert f"| accuracy | {measured['accuracy']:.4f} |" in card
     assert f"| negative log-likelihood (nats) | {measured['nll']:.4f} |" in card
-    assert card.startswith("---\nlibrary_name: plures\n")
+    assert "\n\n\n" not in card
+    assert re.search(r"\|---\|---\|\n(\| .+ \| -?[\d.]+ \|\n){5,}\n", card), "rows without gaps: one table"
     assert "## Intended use" in card
     assert f"On {measured['images']} test images of digits:" in card
     assert (published / "reliability.png").read_bytes().startswith(b"\x89PNG")
     assert "](reliability.png)" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert str(published.parent) not in card  # a card travels
-    monkeypatch.chdir(published.parent)
+    monkeypatch.chdir(published)
     names = {"inputs": torch.randn(2, 1, 8, 8)}
     exec(code, names)
     assert len(names["prediction"]) == 2
 
 
-def test_only_safetensors_json_card_and_picture_are_published(published):
+def test_the_card_names_the_place_where_it_can_be_loaded(tmp_path, monkeypatch):
+    """A folder inside another, named by a relative path, which is then moved."""
+    monkeypatch.chdir(tmp_path)
+    plures.push_to_hub(trained(SPLIT, networks.mlp), Path("shared/birds"))
+    Path("shared/birds").rename("elsewhere")
+    (code,) = re.findall(r"```python\n(.*?)```", Path("elsewhere/README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir("elsewhere")
+    names = {"inputs": images(3), "network": networks.mlp()}
+    exec(code, names)
+    assert len(names["prediction"]) == 3
+
+
+def test_the_head_of_the_card_is_what_the_hub_reads(published):
+    head = ModelCard.load(published / "README.md").data
+    assert (head.library_name, head.tags) == ("plures", ["uncertainty", "ensemble", "plures"])
+
+
+def test_only_safetensors_json_card_and_diagram_are_published(published):
     assert {file.name for file in published.iterdir()} == {
         "ensemble.safetensors",
         "config.json",

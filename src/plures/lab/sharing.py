@@ -1,18 +1,19 @@
 """Publish an ensemble on the Hugging Face hub or in a folder, with a model card, and load it again.
 
-Nothing but safetensors and JSON is read.
+Only safetensors and JSON files are read.
 """
 
 import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from plures.version import __version__
 
 ENSEMBLE, CONFIG, METRICS = "ensemble.safetensors", "config.json", "metrics.json"
 READ = (ENSEMBLE, CONFIG, METRICS)
-# Files that Python objects are pickled into. Nothing here would read one; whoever finds one beside a model might.
+# Files that may hold pickled Python objects. They are never read here, but somebody else might load them.
 PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".keras"}
 
 
@@ -60,7 +61,7 @@ def push_to_hub(
         folder = Path(made)
         if isinstance(source, Ensemble):
             save(source, folder / ENSEMBLE)
-            text, found = card(source, target, metrics, None, picture=predictions is not None), predictions
+            text, found = card(source, target, metrics, None, diagram=predictions is not None), predictions
         else:
             text, found = _run_into(Path(source), folder, target, data_dir, trust_code)
         if found is not None:
@@ -98,7 +99,7 @@ def from_hub(
 def _run_into(
     run: Path, folder: Path, target: str | Path, data_dir: str | Path | None, trust_code: bool
 ) -> tuple[str, tuple[Tensor, Tensor] | None]:
-    """Copy what of a run is published, write its card, and predict its test images as whoever loads it will."""
+    """Copy the published files of a run, and return its card and the predictions for its test images."""
     opened = open_run(run, trust_code=trust_code)
     for name in READ:
         if (run / name).is_file():
@@ -112,7 +113,7 @@ def _run_into(
     learned = opened.ensemble.calibration
     fitted = learned if isinstance(learned, ClassCalibration) else None
     said = Prediction.from_members(members, calibration=fitted).probabilities
-    return card(opened.ensemble, target, metrics, opened, picture=True), (said, targets)
+    return card(opened.ensemble, target, metrics, opened, diagram=True), (said, targets)
 
 
 def _publish(folder: Path, target: str | Path, private: bool) -> str:
@@ -147,34 +148,27 @@ def _refuse_pickles(source: str, names: list[str]) -> None:
 
 
 def _is_folder(place: str | Path) -> bool:
-    """Tell a folder from a name on the hub, `user/name`."""
+    """Return whether a place is a folder, not a name on the hub such as `user/name`."""
     if isinstance(place, Path) or place.startswith((".", "/", "~")):
         return True
-    with contextlib.suppress(OSError):  # a name that no folder can have
+    with contextlib.suppress(OSError):  # not a possible name of a folder
         return Path(place).is_dir()
     return False
 
 
 ROWS = {
     "accuracy": "accuracy",
+    "rmse": "root mean squared error",
     "nll": "negative log-likelihood (nats)",
     "brier": "Brier score",
+    "crps": "continuous ranked probability score",
     "ece": "expected calibration error, 15 bins",
     "aurc": "area under the risk-coverage curve",
     "mean_member_accuracy": "accuracy of a single member, on average",
     "agreement": "agreement of the members (lower is more diverse)",
     "temperature": "temperature fitted on held-out images",
-    "calibrated_nll": "negative log-likelihood at that temperature",
-    "calibrated_ece": "expected calibration error at that temperature",
-}
-NUMBER_ROWS = {
-    "rmse": "root mean squared error",
-    "nll": "negative log-likelihood (nats)",
-    "crps": "continuous ranked probability score",
-    "mean_member_nll": "negative log-likelihood of a single member, on average",
-    "calibrated_nll": "negative log-likelihood with the scale fitted on held-out rows",
-    "interval_coverage": "share of true values in the 90 % intervals",
-    "interval_width": "width of these intervals",
+    "calibrated_nll": "negative log-likelihood after calibration on held-out data",
+    "calibrated_ece": "expected calibration error after calibration on held-out data",
 }
 
 
@@ -184,24 +178,37 @@ def card(
     metrics: Mapping[str, Any] | None,
     run: Run | None,
     *,
-    picture: bool = False,
+    diagram: bool = False,
     missing: str = "",
 ) -> str:
-    """Write the card as Markdown, with the head that the hub reads; `missing` says why there is no picture."""
-    name = Path(target).name
-    head = ["---", "library_name: plures", "tags:", "- uncertainty", "- ensemble", "- plures", "---", ""]
-    about = f"An ensemble by {type(ensemble).__name__} of plures {__version__}."
-    parts = [f"# {name}", about, *_data(run), "## Results", *_results(metrics, run)]
-    if picture:
-        parts.append("![How often it is right, against how sure it is](reliability.png)")
-    if missing:
-        parts.append(f"There is no reliability picture: {missing}.")
-    parts += ["## Intended use", *_use(ensemble, run), "## How to load it", *_loading(ensemble, target, run)]
-    return "\n".join(head) + "\n\n".join(parts) + "\n"
+    """Return the model card; `missing` is the reason why there is no reliability diagram.
+
+    card(ensemble, "me/birds", {"accuracy": 0.95}, None)
+    """
+    folder = _is_folder(target)
+    rows = {name: metrics[name] for name in ROWS if metrics and metrics.get(name) is not None}
+    made = ModelCard.from_template(
+        ModelCardData(library_name="plures", tags=["uncertainty", "ensemble", "plures"]),
+        template_str=Path(__file__).with_name("card.md.jinja").read_text("utf-8"),
+        name=Path(target).resolve().name if folder else target,
+        method=type(ensemble).__name__,
+        version=__version__,
+        run=run,
+        rows=[(ROWS[name], f"{value:.4f}") for name, value in rows.items()],
+        samples=(metrics or {}).get("images"),
+        diagram=diagram,
+        missing=missing,
+        numbers=is_for_numbers(ensemble.loss),
+        # A folder may be moved, and its place is nobody's business: the example is to be run inside it.
+        place="." if folder else target,
+        own_network=run is None or is_code(run.recipe.model),
+        figures=lambda values: "[" + ", ".join(f"{value:.4g}" for value in values) + "]",
+    )
+    return str(made)
 
 
 def reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
-    """Draw how often the ensemble is right when it is so sure, against how often it would be if it knew itself."""
+    """Draw a reliability diagram: accuracy against confidence, and the number of samples below."""
     from matplotlib.figure import Figure
 
     table = measured.calibration_table(probabilities, targets)
@@ -216,75 +223,10 @@ def reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
     axes.plot(confidence, accuracy, "o", markersize=4, label="this ensemble", clip_on=False)
     axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
     axes.set_title(f"{len(targets)} samples, ECE {measured.ece(probabilities, targets):.3f}", fontsize=10)
-    # How many samples a bar stands for: one of three samples says little.
+    # A bar of three samples says little.
     below.bar(lower, count, upper - lower, align="edge", color="0.6")
     below.set(yscale="log", ylim=(0.5, None), xlabel="confidence", ylabel="samples")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=150)
     return written.getvalue()
-
-
-def _data(run: Run | None) -> list[str]:
-    if run is None:
-        return []
-    info = run.info
-    shape = f"{len(info.classes)} classes, {info.size} x {info.size} pixels, {_count(info.channels, 'channel')}"
-    return [f"Trained on {info.name}: {shape}, recipe seed {run.recipe.seed}."]
-
-
-def _results(metrics: Mapping[str, Any] | None, run: Run | None) -> list[str]:
-    names = NUMBER_ROWS if metrics and "rmse" in metrics else ROWS
-    rows = [(words, metrics[name]) for name, words in names.items() if metrics and metrics.get(name) is not None]
-    if not rows:
-        return ["Nothing was measured."]
-    samples = (metrics or {}).get("images")
-    where = f"On {samples} test images of {run.info.name}:" if run is not None and samples else "On held-out data:"
-    return [
-        where,
-        "\n".join(["| metric | value |", "|---|---|", *(f"| {words} | {value:.4f} |" for words, value in rows)]),
-    ]
-
-
-def _use(ensemble: Ensemble, run: Run | None) -> list[str]:
-    inputs = f"inputs like those of {run.info.name}" if run is not None else "inputs like those it was trained on"
-    unlike = "a sign of inputs unlike the training data, not a proof."
-    if is_for_numbers(ensemble.loss):
-        work = f"Predicting numbers for {inputs}, with a standard deviation: `epistemic` grows"
-    else:
-        how = "with a confidence that can be acted on: abstain where it is low"
-        work = f"Classifying {inputs}, {how}. `epistemic` grows"
-    return [
-        f"{work} where the members disagree, which is {unlike}",
-        "Not for decisions about people, nor for data unlike those above, without measuring it there first.",
-    ]
-
-
-def _loading(ensemble: Ensemble, target: str | Path, run: Run | None) -> list[str]:
-    own = run is None or is_code(run.recipe.model)  # the reader has to bring the network
-    asked = "regress" if is_for_numbers(ensemble.loss) else "predict"
-    # A folder may be moved, and where it was is nobody's business: it is called as from the folder around it.
-    place = Path(target).name if _is_folder(target) else target
-    lines = ["import plures", "", f'ensemble = plures.from_hub("{place}"{", network" if own else ""})']
-    code = "\n".join(["```python", *lines, f"prediction = ensemble.{asked}(inputs)", "```"])
-    return [code, *([] if run is None else _preparing(run))]
-
-
-def _preparing(run: Run) -> list[str]:
-    """Say what the inputs are, and who makes them of picture files."""
-    info = run.info
-    scaled = f"minus {_list(info.mean)}, divided by {_list(info.std)}"
-    shape = f"[batch, {info.channels}, {info.size}, {info.size}]"
-    return [
-        f"`inputs` are float32 {shape}: pixels / 255, {scaled} (per channel).",
-        "The command line does that itself. With this repository in a folder, "
-        "`plures predict FOLDER image.png` predicts a file, and `plures serve FOLDER` answers over HTTP.",
-    ]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("s" if number != 1 else "")
-
-
-def _list(values: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{value:.4g}" for value in values) + "]"
