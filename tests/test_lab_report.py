@@ -30,6 +30,7 @@ from plures.lab.runs.config import Made, describe, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.runs.schemas import RECORD
+from plures.lab.timing import costs
 from plures.lab.training.fit import train
 
 SMALL = replace(
@@ -395,10 +396,40 @@ def test_costs_that_cannot_be_kept_are_shown_all_the_same(
 
     monkeypatch.setattr(files, "write", refuse)
     out = tmp_path / "report.html"
-    assert main(["report", str(runs / "single"), str(runs / "deep" / "down" / "seed-0"), "--out", str(out)]) == 0
+    given = [str(runs / "single"), str(runs / "deep" / "down" / "seed-0")]
+    assert main(["report", *given, "--out", str(out), "--costs"]) == 0
     assert not (runs / "single" / "costs.json").exists()
     titles = [text for _, text in Page(out.read_text(encoding="utf-8")).rows[0]]
     assert {"size", "prediction", "training epochs"} <= set(titles)
+
+
+def test_a_report_times_nothing_and_shows_its_progress(runs: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    def slow(*args: object) -> float:
+        raise AssertionError("it was timed")
+
+    monkeypatch.setattr(costs, "relative", slow)
+    out = tmp_path / "report.html"
+    assert main(["report", str(runs), "--out", str(out)]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" predicts")[0] for line in told] == [
+        "1 of 3: deterministic",
+        "2 of 3: mc-dropout passes=12",
+        "3 of 3: orthogonal-dropout",
+    ]
+    titles = [text for _, text in Page(out.read_text(encoding="utf-8")).rows[0]]
+    assert "size" in titles
+    assert not {"prediction", "training epochs"} & set(titles)
+
+
+def test_an_ensemble_at_chance_is_not_counted_as_helped(details: list[Detail], runs: Path) -> None:
+    one = next(one for one in details if one.members > 1)
+    learned = replace(one, name="good", added=((0.90, 0.3), (0.92, 0.2)), metrics={"accuracy": 0.92, "images": 450})
+    stuck = replace(one, name="stuck", added=((0.10, 2.4), (0.11, 2.3)), metrics={"accuracy": 0.11, "images": 450})
+    text = " ".join(summary(rows_of([runs]), [learned, stuck]))
+    assert "alone, helps in good: from the first" in text
+    assert "all 2 ensembles" not in text
+    assert "stuck is at chance: it is right on 11.0 %" in text
+    assert "helps" not in " ".join(summary(rows_of([runs]), [stuck]))
 
 
 def test_the_summary_says_what_the_chart_of_added_members_shows(details: list[Detail], runs: Path) -> None:
@@ -406,7 +437,10 @@ def test_the_summary_says_what_the_chart_of_added_members_shows(details: list[De
     rows = rows_of([runs])
 
     def said(*added: tuple[tuple[float, float], tuple[float, float]]) -> str:
-        ensembles = [replace(one, name=f"row {number}", added=pair) for number, pair in enumerate(added)]
+        metrics = {"accuracy": 0.9, "images": 450}
+        ensembles = [
+            replace(one, name=f"row {number}", added=pair, metrics=metrics) for number, pair in enumerate(added)
+        ]
         return summary(rows, ensembles)[1]
 
     assert "alone, helps in row 0: from the first" in said(((0.90, 0.3), (0.92, 0.2)))

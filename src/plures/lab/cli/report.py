@@ -1,6 +1,7 @@
 """plures report: finished runs on one page."""
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -23,7 +24,9 @@ class Report:
       Tables, calibration, members, uncertain images, mistakes. Folders are run
       folders, or contain them at any depth. Runs that differ only in their
       seed share one row; details show the first of them. The page needs no
-      network and no scripts.
+      network and no scripts. Metrics are read from the run folders, and the
+      test images are predicted once per row. Times of prediction and training
+      are shown if `plures compare` or --costs has measured them.
     """
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help_behavior_hint="(one or more)")]
@@ -32,7 +35,8 @@ class Report:
     """The file to write."""
     data_dir: DataDir = None
     """The folder of data sets; by default, the environment variable PLURES_DATA."""
-
+    costs: Switch = False
+    """Measure the time of prediction and training relative to one network, which may take minutes, and store it."""
     trust_code: Switch = False
     """Import the code from outside plures that the run names as its network or method."""
 
@@ -41,8 +45,11 @@ class Report:
     def __call__(self) -> int:
         """Write the page, and say where."""
         from plures.files import check_place
-        from plures.lab.compare.rows import rows_of, with_costs
+        from plures.lab.compare.rows import rows_of, with_costs, with_sizes
         from plures.lab.report.page import write_report
+
+        def tell(words: str) -> None:
+            print(visible(words), file=sys.stderr, flush=True)
 
         if not self.runs:
             raise PluresError("there are no runs to report on: give run folders, or folders that contain them")
@@ -50,10 +57,14 @@ class Report:
             check_place(self.out)
         except PluresError as error:
             raise PluresError(f"{error}; give another file with --out") from error
-        rows = with_costs(rows_of(self.runs), trust_code=self.trust_code)
+        rows = rows_of(self.runs)
+        if self.costs and any(row.costs is None for row in rows):
+            tell(f"measuring the costs of {', '.join(row.name for row in rows if row.costs is None)}")
+            rows = with_costs(rows, trust_code=self.trust_code)
+        rows = with_sizes(rows, trust_code=self.trust_code)
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
         command = f"plures report {words}"
         trust = self.trust_code
-        page = write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=trust)
+        page = write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=trust, tell=tell)
         print(visible(str(page)))
         return 0

@@ -21,7 +21,7 @@ from plures.lab.recipes import RECIPES
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import described, unfinished
-from plures.lab.timing.costs import Costs, kept_costs, measured_costs
+from plures.lab.timing.costs import Costs, kept_costs, measured_costs, size_of
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
 
@@ -148,6 +148,14 @@ def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
     """Measure the costs of the rows that were not measured yet."""
     return [
         replace(row, costs=row.costs or measured_costs(row.runs[0].path, trust_code=trust_code)) if row.runs else row
+        for row in rows
+    ]
+
+
+def with_sizes(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
+    """Compute the relative file size of the rows whose costs were not measured."""
+    return [
+        replace(row, costs=row.costs or size_of(row.runs[0].path, trust_code=trust_code)) if row.runs else row
         for row in rows
     ]
 

@@ -125,7 +125,7 @@ def _cost(title: str, key: str, pattern: str) -> Column:
     def value(row: Row) -> float | None:
         return None if row.costs is None else getattr(row.costs, key)
 
-    return Column(title, value, lambda row: terminal.UNKNOWN if row.costs is None else pattern.format(value(row)))
+    return Column(title, value, lambda row: terminal.UNKNOWN if value(row) is None else pattern.format(value(row)))
 
 
 def paper_column(title: str, *keys: str) -> Column:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -75,14 +76,21 @@ class Detail:
     same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same answer
     right: Answers
     wrong: Answers
+    chance: float  # the accuracy of always giving the most frequent class
     uncertain: tuple[Picture, ...]
     mistakes: tuple[Picture, ...]
     records: tuple[Mapping[str, Any], ...]  # of the log: one per epoch
 
     @property
     def members(self) -> int:
-        """How many networks answer."""
+        """The number of members."""
         return len(self.same_label)
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether the accuracy is within two standard errors of chance: the ensemble has learned nothing."""
+        error = math.sqrt(self.chance * (1 - self.chance) / self.metrics["images"])
+        return bool(self.metrics["accuracy"] <= self.chance + 2 * error)
 
 
 def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
@@ -115,6 +123,7 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
         same_label=1 - metrics.disagreement(members).numpy(),
         right=_answers(mean[right], targets[right]),
         wrong=_answers(mean[~right], targets[~right]),
+        chance=int(targets.bincount().max()) / len(targets),
         uncertain=tuple(map(picture, unsure[:PICTURES].tolist())),
         mistakes=tuple(map(picture, sure[~right[sure]][:PICTURES].tolist())),
         records=with_accuracy(RunFolder(run.path).records()),

@@ -1,6 +1,6 @@
 """Render the rows of a comparison as one HTML file, with a summary at the top."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from plures.lab.report.charts import FEW
 from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import added_change, sections, training
 from plures.lab.report.trust_sections import trust_sections
-from plures.lab.terminal import figure
+from plures.lab.terminal import figure, percent
 
 AT_ONCE = 9  # charts that a section shows before it asks whether to show more
 OPEN = 3  # rows whose pictures and commands are unfolded from the start
@@ -32,19 +32,28 @@ MEANINGS = {
 
 
 def write_report(
-    rows: Sequence[Row], out: Path, *, data_dir: Path | None, command: str, trust_code: bool = False
+    rows: Sequence[Row],
+    out: Path,
+    *,
+    data_dir: Path | None,
+    command: str,
+    trust_code: bool = False,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Path:
     """Write one HTML file about the rows of a comparison, and return its path.
 
-        rows = with_costs(rows_of([Path("runs/digits")]))
-        write_report(rows, Path("report.html"), data_dir=None, command="plures report runs/digits")
+        write_report(rows_of([Path("runs/digits")]), Path("report.html"), data_dir=None, command="plures report runs")
 
-    The file needs nothing else: no network, no script, no picture beside it. Of runs that differ in the seed alone the
-    table shows mean and spread, and the charts the first one. `command` is shown as the way to make the page again.
+    The file is self-contained. For runs that differ only in their seed, the table shows mean and standard deviation,
+    and the charts show the first run. `command` is shown as the way to make the page again; `tell` receives a line of
+    progress for each row.
     """
     rows = sorted((row for row in rows if row.runs), key=lambda row: place_of(row.name))
     looks = looks_of(row.name for row in rows)
-    details = [gather(row, data_dir, looks[row.name].colour, trust_code=trust_code) for row in rows]
+    details = []
+    for number, row in enumerate(rows, 1):
+        tell(f"{number} of {len(rows)}: {row.name} predicts the {row.runs[0].metrics['images']:,} test images")
+        details.append(gather(row, data_dir, looks[row.name].colour, trust_code=trust_code))
     html = render(rows, details, command)
     try:
         files.write(out, html.encode())
@@ -134,7 +143,8 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
     )
     engines = [f"{one.name} with the {one.engine} engine" for one in details if one.engine]
     answered = [f"The test images were predicted again for this page: {', '.join(engines)}."] if engines else []
-    return [about, *_gain([one for one in details if one.members > 1]), *answered]
+    ensembles = [one for one in details if one.members > 1 and not one.at_chance]
+    return [about, *_gain(ensembles), *_at_chance(details), *answered]
 
 
 def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
@@ -169,6 +179,16 @@ def _gain(ensembles: Sequence[Detail]) -> list[str]:
     count = f"{len(helped)} of {len(ranked)}" if others else f"all {len(ranked)}"
     but = f" It {_verdict(others[-1])} in {_of(others[-1])}." if others else ""
     return [f"{averaging} helps in {count} ensembles, most in {_of(helped[0])}.{but}"]
+
+
+def _at_chance(details: Sequence[Detail]) -> list[str]:
+    """Name the rows that have learned nothing: whether averaging helps them is no question."""
+    return [
+        f"{one.name} is at chance: it is right on {percent(one.metrics['accuracy'])} of the test images, and always "
+        f"giving the most frequent class on {percent(one.chance)}."
+        for one in details
+        if one.at_chance
+    ]
 
 
 def _verdict(one: Detail) -> str:
