@@ -225,7 +225,7 @@ def test_bad_options_are_refused_at_once(options, sentence):
 
 def test_a_fixed_classifier_needs_a_linear():
     convolutions = nn.Sequential(nn.Conv2d(3, CLASSES, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.raises(PluresError, match="no Linear layer that could be the classifier"):
+    with pytest.raises(PluresError, match="that could be the classifier"):
         DeepEnsemble(convolutions, 2, classifier="fixed")
     assert len(trained(convolutions, 2)(images())) == 2
 

@@ -103,7 +103,7 @@ def test_whatever_else_is_shared_stands_for_the_classifier() -> None:
     roles = plures.roles(Prototypes()) | {"prototypes": plures.Role.SHARED, "hidden.weight": plures.Role.SPLIT}
     ensemble = plures.OrthogonalDropout(Prototypes(), members=2, roles=roles, classifier="fixed")
     assert ensemble.options()["roles"] == roles
-    assert plures.DeepEnsemble(Prototypes(), members=2, roles=roles, classifier="fixed").shared == {"prototypes"}
+    assert plures.DeepEnsemble(Prototypes(), members=2, roles=roles, classifier="fixed")._shared == {"prototypes"}
 
 
 def test_a_deep_ensemble_shares_what_the_roles_say() -> None:
@@ -111,7 +111,7 @@ def test_a_deep_ensemble_shares_what_the_roles_say() -> None:
     embeddings = plures.roles(network, embeddings="shared")
     both = plures.roles(network, embeddings="shared", fixed=True)
     for roles, shared in ((embeddings, {"0.weight"}), (both, {"0.weight", "2.weight", "2.bias"})):
-        assert plures.DeepEnsemble(network, members=2, roles=roles, classifier="fixed").shared == shared
+        assert plures.DeepEnsemble(network, members=2, roles=roles, classifier="fixed")._shared == shared
 
 
 def test_names_of_modules_are_checked() -> None:
@@ -177,3 +177,49 @@ def test_missing_roles_and_nothing_to_split_are_refused() -> None:
     with pytest.raises(PluresError, match="Linear has nothing to split: no tensor has the role 'split'"):
         plures.OrthogonalDropout(nn.Linear(4, 3), classifier="fixed")
     assert plures.roles(nn.Linear(4, 3))["weight"] == "split", "the only layer is what there is to split"
+
+
+@pytest.mark.parametrize("method", ["OrthogonalDropout", "DeepEnsemble", "MCDropout", "Deterministic"])
+def test_a_frozen_network_is_told_that_it_is_frozen(method: str) -> None:
+    with pytest.raises(PluresError, match="all parameters of Small are frozen"):
+        next(getattr(plures, method)(Small().requires_grad_(False)).stages())
+
+
+def test_what_adapts_a_frozen_network_is_private_and_the_rest_is_stored_once(tmp_path) -> None:
+    frozen = nn.Sequential(nn.Linear(6, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU()).requires_grad_(False)
+    network = nn.Sequential(frozen, nn.Linear(100, 3))
+    roles = plures.roles(network)
+    assert {name for name, role in roles.items() if role is Role.PRIVATE} == {"1.weight", "1.bias"}
+    assert {role for name, role in roles.items() if name.startswith("0.")} == {Role.SHARED}
+    ensemble = plures.OrthogonalDropout(network, members=3)
+    x = torch.randn(8, 6)
+    for stage in ensemble.stages():
+        assert stage.phase == "train"
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        stage(x, torch.zeros(8, dtype=torch.long)).backward()
+        optimizer.step()
+    plures.save(ensemble, tmp_path / "adapted.safetensors")
+    loaded = plures.load(tmp_path / "adapted.safetensors", network)
+    assert torch.equal(loaded(x), ensemble(x))
+    assert torch.equal(loaded.engine().predict(x).members, ensemble.predict(x).members)
+    assert not torch.equal(ensemble(x)[0], ensemble(x)[1])
+    assert sum(tensor.nbytes for tensor in ensemble.tensors().values()) < 1.2 * ensemble.given.nbytes
+
+
+def test_the_last_pointwise_convolution_is_the_classifier_of_a_network_without_linear_layers() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 1))
+    assert plures.roles(network)["4.weight"] is Role.PRIVATE
+    assert plures.roles(network)["2.weight"] is Role.SPLIT
+    assert plures.roles(network, fixed=True)["4.weight"] is Role.SHARED
+    assert plures.OrthogonalDropout(network).classifier == "private"
+    assert plures.OrthogonalDropout(network, classifier="split").roles["4.weight"] is Role.SPLIT
+    assert plures.roles(network[:3])["2.weight"] is Role.SPLIT, "a 3x3 convolution is no classifier"
+
+
+def test_many_members_of_a_tiny_network_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+    plures.OrthogonalDropout(network, members=5)
+    assert not caplog.messages
+    plures.OrthogonalDropout(network, members=100)
+    assert "in 100 members takes" in caplog.text
+    assert "take fewer members" in caplog.text

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plures.calling import arguments, call, logits_of
 from plures.errors import PluresError
 from plures.losses import Loss, class_axis, is_for_classes
+from plures.tensors import all_frozen
 
 FORGET = 0.1  # the share of the recent loss that each step replaces
 FEW_STEPS = 10  # fewer teach a network hardly anything
@@ -128,10 +129,7 @@ class Stage(nn.Module):
         self.register_load_state_dict_post_hook(_note_resumption)  # type: ignore[no-untyped-call]
         self._start = {name: None for name, one in self.named_parameters() if one.requires_grad}
         if not self._start:
-            raise PluresError(
-                f"all parameters of {type(network).__name__} are frozen (requires_grad=False), so there is nothing to "
-                "train: unfreeze those that the members should learn"
-            )
+            raise all_frozen(network)
         self._start = self._sums()
         self.train()
 

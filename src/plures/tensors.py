@@ -172,6 +172,14 @@ def check_network(network: object) -> None:
             raise PluresError(f"{name!r} has no shape yet: run {type(network).__name__} on a batch before splitting it")
 
 
+def all_frozen(network: nn.Module) -> PluresError:
+    """Return the error of a network that no stage can train."""
+    return PluresError(
+        f"all parameters of {type(network).__name__} are frozen (requires_grad=False), so there is nothing to train: "
+        "unfreeze those that the members should learn"
+    )
+
+
 def layers(network: nn.Module) -> dict[str, Layer]:
     """Name the linear and convolution layers that a network calls, in the order in which they were made.
 

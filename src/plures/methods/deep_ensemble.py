@@ -13,7 +13,7 @@ from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import check_members
-from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared
+from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared, no_classifier
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
 from plures.tensors import moments, own_tensors, restart, tensors
@@ -175,8 +175,5 @@ def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None
         return frozen
     shared = set(names_of_shared(given)) - frozen or set(classifier_tensors(network))
     if not shared - frozen:
-        raise PluresError(
-            f"{type(network).__name__} has no Linear layer that could be the classifier: name the layer that gives the "
-            "logits with roles=plures.roles(network, classifier=..., fixed=True)"
-        )
+        raise no_classifier(network)
     return shared | frozen

@@ -23,6 +23,7 @@ from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import Moments, overwrite, own_tensors
 
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
+HUGE_FILE = 5  # times the plain network: worth a warning however small it is
 GONE = ("literal_gradient", "distill")  # options of earlier versions: they changed training, and not what was trained
 log = logging.getLogger("plures")
 
@@ -121,10 +122,11 @@ def role_lines(split: Split) -> list[str]:
 def warn_if_large(split: Split, network: str, plain_bytes: int) -> None:
     """Warn of a file that will be much larger than the plain network's."""
     total = sum(expected_bytes(split).values())
-    if total > LARGE_FILE * plain_bytes and total > plain_bytes + LARGE_BYTES:
+    large = total > LARGE_FILE * plain_bytes and total > plain_bytes + LARGE_BYTES
+    if large or total > HUGE_FILE * plain_bytes:
         log.warning(
             "%s in %d members takes %.2f x the bytes of the plain network, because each member has a copy of its "
-            "private tensors: give large ones the role 'split' or 'shared' (plures.roles)",
+            "private tensors: take fewer members, or give large tensors the role 'split' or 'shared' (plures.roles)",
             network,
             split.members,
             total / plain_bytes,

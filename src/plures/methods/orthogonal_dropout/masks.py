@@ -202,14 +202,13 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
             layer = network.get_submodule(path)
             parametrize.register_parametrization(layer, attribute, masks[first])
     for layer in network.modules():
-        if parametrize.is_parametrized(layer) and all(
-            isinstance(one.get_submodule("0"), MASKS) for one in _chains(layer).values()
-        ):
+        if _chains(layer) and all(map(_is_mask, _chains(layer).values())):
             layer.__class__ = _masked_class(type(layer).__mro__[1], tuple(_chains(layer)))
 
 
 def _chains(layer: nn.Module) -> nn.ModuleDict:
-    return cast(nn.ModuleDict, layer.parametrizations)
+    # Not by its attribute: wrappers such as those of peft forward theirs to the layer inside.
+    return cast(nn.ModuleDict, layer._modules.get("parametrizations", nn.ModuleDict()))
 
 
 def _is_mask(chain: nn.Module) -> bool:
@@ -225,7 +224,7 @@ def _masked_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn
 
 def _masked_tensor(attribute: str) -> property:
     def masked(layer: nn.Module) -> Any:
-        return _chains(layer)[attribute]()
+        return layer.parametrizations[attribute]()  # type: ignore[index, operator]
 
     return property(masked)
 
@@ -241,7 +240,6 @@ def unmasked(network: nn.Module) -> dict[str, Tensor]:
     masked = {
         f"{path}.parametrizations.{attribute}.".lstrip("."): f"{path}.{attribute}".lstrip(".")
         for path, layer in network.named_modules(remove_duplicate=False)
-        if parametrize.is_parametrized(layer)
         for attribute, chain in _chains(layer).items()
         if _is_mask(chain)
     }

@@ -94,7 +94,7 @@ class OrthogonalDropout(Ensemble):
         self._ticket = object()  # a new one whenever an open stage gets out of date
         if not optimize_masks:
             self._partition.randomise(seed)
-        self._partition.to(next(iter(split.values())).device)
+        self._partition.to(next(iter(own.values())).device)
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
         if init == "given":
@@ -135,7 +135,7 @@ class OrthogonalDropout(Ensemble):
 
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Name the phases of a member: the first may start from given weights, the last takes what is left."""
-        if not self.optimize_masks:
+        if not self.optimize_masks or not self.owners:
             return [phases.Train.name]
         given_whole = self.init == "given" and not claimed_by_others and not any(self._progress.attempts)
         takes_the_rest = len(claimed_by_others) == self.members - 1

@@ -75,6 +75,8 @@ class Partition(nn.Module):
 
     def claimed(self) -> set[int]:
         """List the members that own their share."""
+        if not self._buffer_names:
+            return set()
         smallest = min(self.owners().values(), key=Tensor.numel)
         return {member for member in range(self.members) if bool((smallest == member).any())}
 
@@ -257,7 +259,7 @@ def warn_if_thin(partition: Partition) -> None:
     """Warn that members of a trained network get too little of it to start from."""
     owners = partition.owners()
     thin = [name for name, one in owners.items() if one[0].numel() / partition.members < FEW_INPUTS]
-    if 2 * len(thin) >= len(owners):
+    if thin and 2 * len(thin) >= len(owners):
         log.warning(
             "in %d of %d split tensors, such as %s, each of %d members gets fewer than %d inputs of an output, too "
             "few to keep what the given network knows: take fewer members, or a wider network",

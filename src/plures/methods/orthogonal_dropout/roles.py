@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.checks import nearest, one_of
 from plures.errors import PluresError
-from plures.tensors import canonical, check_network, layers, own_tensors, tensors
+from plures.tensors import all_frozen, canonical, check_network, layers, own_tensors, tensors
 
 
 class Role(StrEnum):
@@ -32,6 +32,7 @@ Classifier = Literal["private", "split", "fixed"]
 # classifier of 1.8 % of a network (CIFAR100) was better split than private, one of 0.2 % (CIFAR10) as good: results.md.
 SMALL_SHARE = 0.01  # of the numbers of the network
 SMALL_COUNT = 2**13  # numbers, too few to matter
+ADAPTER_SHARE = 0.1  # of the numbers of a network: if no more are trainable, they adapt a frozen network
 
 
 def roles(
@@ -44,9 +45,11 @@ def roles(
 
     Weights of linear, convolution, attention and recurrent layers are split. Norm layers (parameters and buffers),
     biases, depthwise convolutions, tokens and all other tensors are private. Parameters that the network has frozen are
-    shared. Tensors tied under several names have one role: shared before private before split.
+    shared. If at most a tenth of the network is trainable (adapters such as LoRA, or a new head), all of that is
+    private. Tensors tied under several names have one role: shared before private before split.
 
-    - `classifier`: the name of the classifier; by default, the last Linear. It is private if small and split if large.
+    - `classifier`: the name of the classifier; by default, the last Linear, or without a Linear the last layer if it is
+      a 1x1 convolution. It is private if small and split if large.
     - `fixed`: make the classifier shared, as in the paper.
     - `embeddings`: one role for all embeddings ("shared" keeps those of a large pre-trained network as they are); by
       default, they are private if small and split if large.
@@ -55,7 +58,7 @@ def roles(
     one_of("embeddings", embeddings, (None, *Role))
     names = tensors(network)
     modules = dict(network.named_modules(remove_duplicate=False))
-    found = _last_linear(network) if classifier is None else _named_classifier(modules, classifier)
+    found = _last_layer(network) if classifier is None else _named_classifier(modules, classifier)
     of_classifier = set() if found is None else {id(parameter) for parameter in modules[found].parameters()}
     splittable = {
         f"{path}.{attribute}".lstrip("."): module
@@ -63,6 +66,7 @@ def roles(
         for attribute in _splittable_attributes(module)
     }
     total = sum(tensor.numel() for tensor in own_tensors(network).values())
+    adapts = has_adapters(network)
 
     def small(tensor: Tensor) -> bool:
         return tensor.numel() <= max(SMALL_COUNT, SMALL_SHARE * total)
@@ -76,7 +80,7 @@ def roles(
             result[name] = Role.SHARED
         elif embeds and embeddings is not None:
             result[name] = Role(embeddings)
-        elif not all(alias in splittable for alias in aliases):
+        elif adapts or not all(alias in splittable for alias in aliases):
             result[name] = Role.PRIVATE
         else:
             optional = embeds or id(tensor) in of_classifier
@@ -86,29 +90,42 @@ def roles(
             f"{type(network).__name__} has nothing to split: no weight of a linear, convolution, attention or "
             "recurrent layer"
         )
-    if Role.SPLIT not in result.values():  # a network of one layer: that is what there is to split
+    if Role.SPLIT not in result.values() and not adapts:  # a network of one layer: that is what there is to split
         for name, tensor in names.items():
             if name in splittable and result[name] is Role.PRIVATE and tensor.dim() > 1:
                 result[name] = Role.SPLIT
     return result
 
 
+def has_adapters(network: nn.Module) -> bool:
+    """Return whether a network is frozen but for a small part; refuse one that is frozen altogether.
+
+    >>> network = nn.Sequential(nn.Linear(100, 100).requires_grad_(False), nn.Linear(100, 2))
+    >>> has_adapters(network)
+    True
+    """
+    counts = {True: 0, False: 0}
+    for tensor in own_tensors(network).values():
+        counts[isinstance(tensor, nn.Parameter) and tensor.requires_grad] += tensor.numel()
+    if not counts[True] and any(True for _ in network.parameters()):
+        raise all_frozen(network)
+    frozen = sum(tensor.numel() for tensor in network.parameters() if not tensor.requires_grad)
+    return frozen > 0 and counts[True] <= ADAPTER_SHARE * sum(counts.values())
+
+
 def resolve_roles(
     network: nn.Module, given: Mapping[str, str] | None, classifier: Classifier | None
 ) -> tuple[dict[str, Role], Classifier | None]:
-    """Say what becomes of the classifier; return the roles, and in a word what became of it.
+    """Return the roles with that of the classifier set, and one word for the latter.
 
-    Left out, the classifier keeps the role that `roles` gave it.
+    Without `classifier`, it keeps the role that `roles` gave it.
     """
     one_of("classifier", classifier, (None, *get_args(Classifier)))
     chosen: dict[str, str] = dict(roles(network) if given is None else given)
     names = tensors(network)
     targets = classifier_tensors(network, chosen)
     if classifier == "fixed" and not targets:
-        raise PluresError(
-            f"{type(network).__name__} has no Linear layer that could be the classifier: name the layer that gives the "
-            "logits with roles=plures.roles(network, classifier=..., fixed=True)"
-        )
+        raise no_classifier(network)
     if classifier is not None:
         for name in targets:
             matrix = Role.SPLIT if names[name].dim() > 1 else Role.PRIVATE
@@ -119,15 +136,23 @@ def resolve_roles(
     return resolved, classifier if weight is None else words[weight]
 
 
+def no_classifier(network: nn.Module) -> PluresError:
+    """Return the error of a network whose classifier is not known."""
+    return PluresError(
+        f"{type(network).__name__} has no Linear and no last 1x1 convolution that could be the classifier: name the "
+        "layer that gives the logits with roles=plures.roles(network, classifier=..., fixed=True)"
+    )
+
+
 def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = None) -> list[str]:
-    """Name the trainable tensors of the classifier: of the last Linear, or of the layers that are shared in its place.
+    """Return the names of the classifier's trainable tensors: of the last layer, or those that are shared instead.
 
         classifier_tensors(network)  # ["fc.weight", "fc.bias"]
 
     Embeddings may be shared, too, and are no classifier.
     """
     names = {name: tensor for name, tensor in tensors(network).items() if tensor.requires_grad}
-    last = _last_linear(network)
+    last = _last_layer(network)
     own = set() if last is None else {id(parameter) for parameter in network.get_submodule(last).parameters()}
     of_last = [name for name, tensor in names.items() if id(tensor) in own]
     embeddings = [module for module in network.modules() if isinstance(module, EMBEDDINGS)]
@@ -137,12 +162,12 @@ def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = Non
 
 
 def names_of_shared(given: Mapping[str, str] | None) -> list[str]:
-    """Name the tensors that given roles make shared."""
+    """Return the names of the tensors with the role shared."""
     return [name for name, role in (given or {}).items() if role == Role.SHARED]
 
 
 def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
-    """Return the roles as `Role` values, or say which of them cannot hold."""
+    """Return the roles as `Role` values; raise if one of them is impossible."""
     names = tensors(network)
     for name in given:
         if name not in names:
@@ -161,7 +186,7 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
             raise PluresError(f"{name!r} has dtype {tensor.dtype} and cannot be split; make it private or shared")
         if role is not result[first[name]]:
             raise PluresError(f"{first[name]!r} and {name!r} are one tied tensor and must have one role")
-    if Role.SPLIT not in result.values():
+    if Role.SPLIT not in result.values() and all(one.requires_grad for one in network.parameters()):
         raise PluresError(f"{type(network).__name__} has nothing to split: no tensor has the role 'split'")
     return result
 
@@ -184,8 +209,13 @@ def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _last_linear(network: nn.Module) -> str | None:
-    return next((path for path, layer in reversed(layers(network).items()) if isinstance(layer, nn.Linear)), None)
+def _last_layer(network: nn.Module) -> str | None:
+    """Return the name of the layer that gives the logits, as far as its kind tells."""
+    known = list(reversed(layers(network).items()))
+    linear = next((path for path, layer in known if isinstance(layer, nn.Linear)), None)
+    if linear is None and known and isinstance(known[0][1], _ConvNd) and set(known[0][1].kernel_size) == {1}:
+        return known[0][0]
+    return linear
 
 
 def _named_classifier(modules: Mapping[str, nn.Module], name: str) -> str:

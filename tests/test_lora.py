@@ -1,0 +1,57 @@
+"""A network that peft has adapted: its wrappers forward attributes to the layers inside."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import plures
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+
+def adapted() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(vocab_size=500, dim=64, n_layers=2, n_heads=2, hidden_dim=128, num_labels=3)
+    wrapped = {"target_modules": ["q_lin", "v_lin"], "modules_to_save": ["pre_classifier", "classifier"]}
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, **wrapped)
+    return peft.get_peft_model(transformers.DistilBertForSequenceClassification(config), lora)
+
+
+INPUTS = {"input_ids": torch.arange(80).reshape(8, 10), "attention_mask": torch.ones(8, 10, dtype=torch.long)}
+LABELS = torch.arange(8) % 3
+
+
+def train(ensemble: plures.Ensemble) -> None:
+    for stage in ensemble.stages():
+        optimizer = torch.optim.Adam((one for one in stage.parameters() if one.requires_grad), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            stage(INPUTS, LABELS).backward()
+            optimizer.step()
+
+
+def test_adapters_are_private_and_the_frozen_base_is_stored_once(tmp_path: Path) -> None:
+    network = adapted()
+    roles = plures.roles(network)
+    trainable = {name for name, one in network.named_parameters() if one.requires_grad}
+    assert {name for name, role in roles.items() if role == "private"} == trainable
+    ensemble = plures.OrthogonalDropout(network, members=3)
+    train(ensemble)
+    assert type(ensemble.checkout(1)) is type(network)
+    plures.save(ensemble, tmp_path / "lora.safetensors")
+    loaded = plures.load(tmp_path / "lora.safetensors", adapted())
+    assert torch.equal(loaded.predict(INPUTS).members, ensemble.predict(INPUTS).members)
+    assert (tmp_path / "lora.safetensors").stat().st_size < 1.4 * ensemble.given.nbytes
+
+
+def test_layers_inside_of_wrappers_can_be_split() -> None:
+    network = adapted()
+    roles = plures.roles(network)
+    split = [name for name in roles if name.endswith("pre_classifier.modules_to_save.default.weight")]
+    assert split
+    ensemble = plures.OrthogonalDropout(network, members=2, roles=roles | dict.fromkeys(split, "split"))
+    train(ensemble)
+    assert ensemble.trained == [0, 1]
+    assert ensemble.predict(INPUTS).members.shape == (2, 8, 3)
