@@ -197,7 +197,7 @@ def test_huge_weights_in_a_lean_engine_are_told_without_a_warning() -> None:
             stage.network[1].weight.fill_(3e38)  # folded into the convolution before it
             stage.network[1].running_var.fill_(1e-6)
     with pytest.raises(PluresError, match="infinite|NaN"):
-        ensemble.engine("lean").predict(torch.randn(2, 1, 4, 4))
+        ensemble.engine("unfolded").predict(torch.randn(2, 1, 4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64])

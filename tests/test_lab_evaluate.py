@@ -94,7 +94,7 @@ def test_an_evaluation_names_the_engine_that_predicted() -> None:
     for _ in ensemble.stages():
         pass
     assert engine_of(fastest(ensemble)) == "unfolded"
-    assert engine_of(ensemble.engine("lean")) == "lean"
+    assert engine_of(ensemble.engine("unfolded")) == "unfolded"
     if library.why_unavailable() is None:
         assert engine_of(ensemble.engine("owned")) == f"owned ({library.load().instructions})"
 

@@ -429,7 +429,7 @@ def test_two_threads_predict_without_disturbing_each_other() -> None:
     for stage in ensemble.stages():
         train(stage, networks.images(), networks.labels(), steps=1)
     before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
-    for predictor in (ensemble, ensemble.engine("lean"), ensemble.engine("unfolded")):
+    for predictor in (ensemble, ensemble.engine("unfolded")):
         batches = [networks.images(seed=seed) for seed in range(8)]
         expected = [predictor.predict(batch).probabilities for batch in batches]
         with ThreadPoolExecutor(4) as pool:

@@ -1,6 +1,7 @@
 """The owned engine gives the members' own answers, says what it cannot do, and is chosen where it is the faster one."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -10,13 +11,10 @@ from torch.nn import functional as F
 import networks
 import plures
 from benchmarks.harness import VisionTransformer
-from benchmarks.size import held
 from plures import PluresError
 from plures.calling import logits_of
 from plures.lab.models import resnet18
-from plures.methods.orthogonal_dropout.engines.lean import Lean
 from plures.methods.orthogonal_dropout.engines.owned.engine import Owned
-from plures.methods.orthogonal_dropout.engines.owned.tree import Tree
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.native import library
 
@@ -94,30 +92,23 @@ class Scaled(nn.Module):
         return x * self.factor
 
 
-class DecidesByActivations(DecidesByInputs):
-    """What it decides may differ from member to member."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x))
-        return self.head((x if x.mean() > 0 else -x).mean((2, 3)))
-
-
-class MixesSamples(DecidesByInputs):
+class MixesSamples(nn.Module):
     """Its answer to a sample depends on the others in the batch."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x / x.sum() if x.sum() > 0 else x)
-        return self.head((x - x.mean(0)).mean((2, 3)))
-
-
-class ChoosesRows(DecidesByInputs):
-    """Some of its rows go another way, as many as the values say."""
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, networks.CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x)).mean((2, 3)) if x.mean() < 100 else x
-        x[x[:, 0] > 0] *= 2.0
-        rows = torch.where(x[:, 0] > x[:, 0].mean())[0]
-        return self.head(x).index_add(0, rows, self.head(x[rows]))
+        x = x - x.mean(0) if self.where == "inputs" else x
+        x = F.relu(self.stem(x)).mean((2, 3))
+        if self.where == "attention":
+            x = torch.softmax(x @ x.t(), -1) @ x
+        if self.where == "norms":
+            x = F.layer_norm(x.t(), x.shape[:1]).t()
+        x = self.head(x)
+        return F.normalize(x, dim=0) if self.where == "outputs" else x
 
 
 def vision_transformer() -> nn.Module:
@@ -134,12 +125,6 @@ MAKES = [
     networks.reproducible(PreActivation),
 ]
 ALL = [(make, granularity) for make in MAKES for granularity in ("weight", "kernel", "block")]
-UNTRACEABLE = [
-    (networks.reproducible(DecidesByInputs), "kernel"),
-    (networks.transformer, "weight"),
-    (networks.transformers_vit, "block"),
-    (networks.transformers_resnet, "kernel"),
-]
 
 
 def pictures(make: object, batch: int) -> Tensor:
@@ -161,9 +146,7 @@ def trained(network: nn.Module, members: int = 3, **options: object) -> plures.O
 
 
 @needs_library
-@pytest.mark.parametrize(
-    ("make", "granularity"), [*ALL, *UNTRACEABLE], ids=lambda value: getattr(value, "__name__", value)
-)
+@pytest.mark.parametrize(("make", "granularity"), ALL, ids=lambda value: getattr(value, "__name__", value))
 def test_members_are_those_of_checkout(make, granularity, caplog) -> None:
     ensemble = trained(make(), granularity=granularity)
     engine = ensemble.engine("owned")
@@ -182,54 +165,109 @@ def test_members_are_those_of_checkout(make, granularity, caplog) -> None:
 
 
 @needs_library
-def test_what_cannot_be_traced_runs_layer_by_layer() -> None:
-    engine = trained(DecidesByInputs(), granularity="kernel", classifier="fixed").engine("owned")
-    assert isinstance(engine.network, Tree)
-    assert engine.one_by_one == ["grouped", "scaled", "again"]
-    engine = trained(networks.transformers_vit(), classifier="fixed").engine("owned")
-    assert engine.one_by_one == ["vit.embeddings"]
-    before = held(engine)
-    engine.predict(networks.images(2))
-    assert held(engine) < before / 2, "the members with which it was compared are gone"
+@pytest.mark.parametrize("make", [DecidesByInputs, networks.transformers_vit, networks.transformers_resnet])
+def test_what_cannot_be_traced_runs_unfolded(make) -> None:
+    ensemble = trained(networks.reproducible(make)(), members=5)
+    assert isinstance(ensemble.engine(), Unfolded)
+    with pytest.raises(PluresError, match=r"torch.fx cannot trace .*unfolded"):
+        ensemble.engine("owned")
 
 
 @needs_library
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (DecidesByActivations, "depends on activations"),
-        (ChoosesRows, "depends on"),
-        (MixesSamples, "differ by"),
-    ],
-)
-def test_members_that_one_pass_cannot_run_are_networks_of_their_own(make, reason, caplog) -> None:
-    ensemble = trained(networks.reproducible(make)())
-    engine = ensemble.engine("owned")
-    images = networks.images(9)
-    with torch.no_grad():
-        expected = torch.stack([ensemble.checkout(member)(images) for member in range(3)])
-        for _ in range(2):
+@pytest.mark.parametrize("kind", [None, "owned"])
+@pytest.mark.parametrize("where", ["inputs", "attention", "norms", "outputs"])
+@pytest.mark.parametrize("sizes", [(9, 4), (1, 1, 30), (100,), (2, 5)])
+def test_samples_that_influence_each_other_are_answered_as_the_members_do(where, sizes, kind, caplog) -> None:
+    """Also in batches that the engine would cut, and if the first batch has a single sample."""
+    network = networks.reproducible(lambda: MixesSamples(where))()
+    ensemble = trained(network, members=5, granularity="kernel", classifier="split")
+    engine = ensemble.engine(kind)
+    for size in sizes:
+        images = pictures(None, size)
+        with torch.no_grad():
+            expected = torch.stack([ensemble.checkout(member)(images) for member in range(5)])
             torch.testing.assert_close(engine(images), expected)
             torch.testing.assert_close(engine.predict(images, members=[2]).members, expected[[2]].softmax(-1))
-    (record,) = caplog.records
-    assert reason in record.getMessage()
-    assert engine.one_by_one == ["stem", "norm", "grouped", "scaled", "head"]
+    if max(sizes) > 1:
+        (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+        assert "runs each member as a separate network: its outputs differ by" in record.getMessage()
+        assert engine.one_by_one == ["stem", "head"]
+        assert engine.about == "unfolded"
 
 
 @needs_library
-def test_a_decision_that_comes_later_is_refused() -> None:
-    class Late(DecidesByInputs):
-        late = False
+def test_the_members_are_held_as_one_network_until_two_sizes_were_compared() -> None:
+    ensemble = trained(networks.resnet(), members=5)
+    weights = sum(tensor.nbytes for tensor in ensemble.network.state_dict().values())
+    engine = ensemble.engine("owned")
+    held = [held_by(engine)]
+    for size in (1, 1, 5, 5, 7, 9):
+        engine.predict(networks.images(size))
+        held.append(held_by(engine))
+    assert min(held[:3]) > max(held[3:]) + weights, "gone after the second size"
+    assert held[2] - held[3] < 1.7 * weights
+
+
+def held_by(engine: nn.Module) -> int:
+    """Count the bytes of all tensors that a pickled engine has."""
+    return len(pickle.dumps(engine))
+
+
+@needs_library
+def test_further_training_does_not_disturb_an_engine() -> None:
+    ensemble = trained(networks.resnet())
+    engine, images = ensemble.engine("owned"), networks.images(6)
+    with torch.no_grad():
+        expected = ensemble(images)
+    other = trained(networks.resnet(), seed=5)
+    ensemble.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        assert not torch.allclose(ensemble(images), expected)
+        torch.testing.assert_close(engine(images), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(engine(images[:3]), expected[:, :3], rtol=1e-4, atol=1e-4)
+    assert engine.about.startswith("owned"), "the members with which it was compared are those of before"
+
+
+@needs_library
+def test_an_argument_as_long_as_the_batch_by_chance() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, networks.CLASSES)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.head(F.relu(self.stem(x)) @ table)
+
+    ensemble = trained(Biased(), classifier="split")
+    engine, table = ensemble.engine("owned"), torch.randn(16, 16)
+    for size in (3, 5):
+        engine.predict((torch.randn(size, 6), table))
+    x = torch.randn(16, 6)
+    with pytest.raises(PluresError, match="another argument is as long as the batch"):
+        engine.predict((x, table))
+    fresh = ensemble.engine("owned")
+    with torch.no_grad():
+        expected = torch.stack([ensemble.checkout(member)(x, table) for member in range(3)])
+        torch.testing.assert_close(fresh(x, table), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_library
+def test_a_fold_that_changes_the_network_is_found() -> None:
+    """The network looks at its norm layer, which is gone when it is folded."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, networks.CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x) if x.mean() < 100 else x
-            return self.head(x.mean((2, 3)) if not Late.late or x.mean() > 0 else -x.mean((2, 3)))
+            x = self.norm(self.conv(x)).mean((2, 3))
+            return self.head(x if isinstance(self.norm, nn.BatchNorm2d) else -x)
 
-    engine = trained(Late()).engine("owned")
-    engine.predict(networks.images(3))
-    Late.late = True
-    with pytest.raises(PluresError, match=r"depends on activations \(__bool__\).*unfolded"):
-        engine.predict(networks.images(3))
+    ensemble = trained(Looks())
+    images = networks.images(5)
+    with torch.no_grad():
+        torch.testing.assert_close(ensemble.engine("unfolded")(images), ensemble(images))
 
 
 @pytest.mark.parametrize("make", [networks.mlp, networks.reproducible(Mixed)], ids=["mlp", "mixed"])
@@ -251,7 +289,7 @@ def test_blocks_train_prune_save_and_load(make, tmp_path) -> None:
     with torch.no_grad():
         expected = torch.stack([ensemble.checkout(member)(images) for member in range(3)])
         assert loaded(images).equal(expected)
-        torch.testing.assert_close(loaded.engine("lean")(images), expected)
+        torch.testing.assert_close(loaded.engine("unfolded")(images), expected)
 
 
 @needs_library
@@ -296,7 +334,7 @@ def test_some_members_of_every_engine() -> None:
     ensemble = trained(networks.mlp())
     images = networks.images(5)
     whole = ensemble.predict(images).members
-    for kind in ("lean", "unfolded"):
+    for kind in ("owned", "unfolded"):
         engine = ensemble.engine(kind)
         torch.testing.assert_close(engine.predict(images, members=[2, 1]).members, whole[[2, 1]])
         for wrong in ([], [3], [0, 0]):
@@ -340,7 +378,8 @@ def test_engine_without_library_is_refused_by_name_and_passed_over_otherwise(mon
 def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
     wide = trained(resnet18(classes=4, width=4), members=5, granularity="kernel")
     assert isinstance(wide.engine(), Owned)
-    assert isinstance(wide.engine(memory=1000), Lean)
+    with pytest.raises(PluresError, match="no engine fits into 1000 bytes"):
+        wide.engine(memory=1000)
     assert isinstance(wide.engine(memory=10**9), Owned)
     # Two members of single weights cost about two networks either way.
     assert isinstance(trained(resnet18(classes=4, width=4), members=2).engine(), Unfolded)

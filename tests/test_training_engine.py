@@ -76,7 +76,7 @@ def test_a_masked_convolution_and_its_gradients_are_torchs_own(
         gradients = torch.autograd.grad(found, leaves, gradient)
     agrees(found.detach(), expected.detach())
     for one, other in zip(gradients, [to_x, to_weight * mask[:, :, None, None], *rest], strict=True):
-        agrees(one, other)
+        agrees(one, other, within=1e-4 if one.dim() == 1 else 1e-5)  # torch rounds its sum for the bias, too
 
 
 @given(

@@ -118,6 +118,23 @@ def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
         yield rows_of(inputs, slice(start, start + size))
 
 
+def copied(inputs: Any) -> Arguments:
+    """Copy the tensors of a batch of inputs, for a network that may change them in place.
+
+    output = call(network, copied(images))
+    """
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        if type(value) in (tuple, list):
+            return type(value)(map(copy, value))
+        return {name: copy(one) for name, one in value.items()} if type(value) is dict else value
+
+    args, kwargs = arguments(inputs)
+    return Arguments(copy(args), copy(kwargs))
+
+
 class Lender(Generic[Structure]):
     """Lend a structure to one call at a time: any number of threads may run a network whose hooks or tensors change.
 

@@ -151,7 +151,7 @@ def predictions(
 def fastest(ensemble: Ensemble) -> Predictor:
     """Give what predicts the same as an ensemble in the least time: an engine, if the method has them.
 
-    The unfolded and the lean engine give its bits, the owned one agrees to about 1e-5: `engine_of` names it.
+    The unfolded engine gives its bits, the owned one agrees to about 1e-5: `engine_of` names it.
     """
     return ensemble.engine(memory=ENGINE_MEMORY, fold=False)
 

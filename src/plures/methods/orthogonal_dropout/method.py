@@ -2,8 +2,7 @@
 
 import copy
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -16,21 +15,18 @@ from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.orthogonal_dropout import file, phases
+from plures.methods.orthogonal_dropout.engines.choosing import made
 from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.lean import Lean
-from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, faster_than_unfolded, owned_bytes
-from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.masks import put_on, unmasked
 from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled, warn_if_thin
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
-from plures.native.library import why_unavailable
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, due
 from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
-Kind = Literal["owned", "unfolded", "lean"]
+Kind = Literal["owned", "unfolded"]
 log = logging.getLogger("plures")
 
 
@@ -241,38 +237,23 @@ class OrthogonalDropout(Ensemble):
         return self._lender.lend(self, lambda: shell(self.network), run)
 
     def engine(self, kind: str | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
-        """Make an engine that predicts faster ("owned", "unfolded") or in less memory ("lean") than the ensemble.
+        """Return an engine, which predicts faster than the ensemble.
 
-            engine = ensemble.engine()          # the fastest one available
-            engine = ensemble.engine("owned")   # all members in one pass over the weights that each owns
+            engine = ensemble.engine()            # the faster one
+            engine = ensemble.engine("owned")     # all members in one pass over the weights that each owns
+            engine = ensemble.engine("unfolded")  # each member as a network of its own
             engine = ensemble.engine(memory=200_000_000)  # the fastest whose weights fit into this many bytes
 
-        With `fold`, a batch norm is folded into the convolution before it if torch.fx finds such pairs. The unfolded
-        and the lean engine give the same bits; without `fold`, these are also the bits of the ensemble. The owned
-        engine adds in another order and agrees to about 1e-5; it needs the native library, a CPU and float32.
+        With `fold`, a batch norm is folded into the convolution before it if torch.fx finds such pairs. Without, the
+        unfolded engine gives the bits of the ensemble. The owned engine adds in another order and agrees to about 1e-5;
+        it needs the native library, a CPU and float32. The first batches are compared with the members: if the outputs
+        differ, because samples of a batch influence each other for example, each member runs as a separate network.
         """
         one_of("kind", kind, (None, *get_args(Kind)))
-        ready = self._all_ready()
-        if kind is None:
-            kind = self._fastest(len(ready), memory)
-        engines: dict[str, Callable[[Split, bool], Engine]] = {"owned": Owned, "unfolded": Unfolded, "lean": Lean}
-        engine = engines[kind](self._split, fold)
+        self._all_ready()
+        engine = made(self._split, kind, memory, fold)
         engine.loss, engine.calibration = self.loss, self.calibration
         return engine
-
-    def _fastest(self, members: int, memory: int | None) -> Kind:
-        """Name the fastest engine whose weights fit into some bytes; say in the log where only a library is missing."""
-        kind: Kind = "unfolded"
-        unfolded = members * sum(tensor.nbytes for tensor in own_tensors(self.network).values())
-        if (memory is None or owned_bytes(self._split) <= memory) and faster_than_unfolded(self._split):
-            kind = "owned"
-        elif memory is not None and unfolded > memory:
-            kind = "lean"
-        reason = why_unavailable()
-        if reason is not None and os.environ.get("PLURES_NATIVE") != "0":
-            log.warning("the %s engine predicts, because the faster one cannot be had: %s", kind, reason)
-        log.info("engine: %s", kind)
-        return kind
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
         values = self._split.member(member)

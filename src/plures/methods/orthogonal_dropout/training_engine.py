@@ -11,8 +11,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
-from plures.methods.orthogonal_dropout.engines.owned.graph import ADD, ELEMENTWISE, ELEMENTWISE_LAYERS, RELU
-from plures.methods.orthogonal_dropout.engines.tracing import trace
+from plures.graph import ELEMENTWISE_LAYERS, Graph, has_hooks
 from plures.methods.orthogonal_dropout.masks import MASKS, Keep, mask_of
 from plures.native.library import load, why_unavailable
 from plures.native.training import KernelLists, blocked, convolution, lists_of, norm, unblocked
@@ -26,7 +25,6 @@ LAYERS = (
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, *ELEMENTWISE_LAYERS),
     *(nn.ModuleDict, parametrize.ParametrizationList, *MASKS),
 )
-BLOCKED_LAYERS = (*ELEMENTWISE_LAYERS, nn.Identity)  # they take images of any layout
 
 
 class TrainingEngine:
@@ -53,7 +51,7 @@ class TrainingEngine:
         return TrainingEngine, ()
 
     def output(self, network: nn.Module, inputs: Any) -> Any:
-        """Give what the network returns for a batch of images, or None where the network must be called itself."""
+        """Return what the network returns for a batch of images, or None if the network must be called itself."""
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return None
         images = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_cpu and inputs.dtype == torch.float32
@@ -68,7 +66,7 @@ class TrainingEngine:
             self._running.release()
 
     def takes(self, network: nn.Module, images: int) -> bool:
-        """Say whether batches of so many images of a network in training can be run here, on the CPU and in float32.
+        """Return whether batches of this many images of a network in training can be run, on the CPU and in float32.
 
         engine.takes(stage.network, 128)
         """
@@ -84,7 +82,7 @@ def _prepare(network: nn.Module) -> "_Prepared | None":
     if why_unavailable() is not None or not all(map(_is_known, network.modules())):
         return None
     try:
-        prepared = _Prepared(network, trace(network))
+        prepared = _Prepared(network, Graph(network))
     except Exception as error:  # whatever code does that cannot be traced
         log.warning("the network says that it is traceable, but torch.fx cannot trace it: %s", error)
         return None
@@ -97,7 +95,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _mask(network: nn.Module, name: str) -> Tensor | None:
-    """Give the mask of a convolution, if it is of whole kernels and the library has all that the layer needs."""
+    """Return the mask of a convolution if it is of whole kernels and the library has all that the layer needs."""
     layer = network.get_submodule(name)
     if not isinstance(layer, nn.Conv2d) or not parametrize.is_parametrized(layer, "weight"):
         return None
@@ -111,7 +109,7 @@ def _mask(network: nn.Module, name: str) -> Tensor | None:
 
 
 def _can_norm(layer: nn.Module) -> bool:
-    """Say whether a layer is a batch norm with all that it usually has."""
+    """Return whether a layer is a batch norm with all that it usually has."""
     usual = type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats and layer.momentum is not None
     return usual and layer.bias is not None
 
@@ -130,41 +128,39 @@ class _Blocked:
 class _Prepared(fx.Interpreter):
     """Run a traced network, blocked where it can be."""
 
-    def __init__(self, network: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(network, graph=graph)
+    def __init__(self, network: nn.Module, traced: Graph) -> None:
+        super().__init__(network, graph=traced.graph)
         self.extra_traceback = False  # an error is the layer's own
+        self.traced = traced
         self.known = list(network.modules())
-        self.layers: dict[fx.Node, nn.Module] = {}
         self.masks: dict[fx.Node, Tensor] = {}
-        for node in graph.find_nodes(op="call_module"):
-            name = cast(str, node.target)
-            self.layers[node] = network.get_submodule(name)
-            mask = _mask(network, name)
+        for node in traced.layers:
+            mask = _mask(network, cast(str, node.target))
             if mask is not None and len(node.args) == 1:
                 self.masks[node] = mask
         self.lists: dict[fx.Node, KernelLists] = {n: lists_of(mask.flatten(1) != 0) for n, mask in self.masks.items()}
         self.versions = [mask._version for mask in self.masks.values()]
         self.copies = [mask.clone() for mask in self.masks.values()]
         self.blocked: set[fx.Node] = set()  # nodes whose values are blocked
-        for node in graph.nodes:
+        for node in traced.nodes:
             if self._stays_blocked(node):
                 self.blocked.add(node)
-        self.waiting = set(filter(self._waits, graph.nodes))
+        self.waiting = set(filter(self._waits, traced.nodes))
 
     def pays(self) -> bool:
-        """Say whether much is left out, and few convolutions need their inputs laid out anew, as the first one does."""
+        """Return whether much is left out, and few convolutions need their inputs in another layout."""
         converted = sum(node.args[0] not in self.blocked for node in self.lists)
         kept = sum(lists.places.numel() for lists in self.lists.values())
         every = sum(mask.numel() for mask in self.masks.values())
         return 0 < converted <= 1 + len(self.lists) // 4 and kept <= MOST_KEPT * every
 
     def is_up_to_date(self) -> bool:
-        """Say whether the network is as it was: not all of its layers are called here, and they are as they were."""
+        """Return whether the network is as it was: not all of its layers are called here."""
         modules = list(self.module.modules())
         same = list(map(id, modules)) == list(map(id, self.known))
         same = same and self._has_the_same_masks()
         norms = all(_can_norm(layer) for layer in modules if isinstance(layer, nn.BatchNorm2d))
-        plain = all(layer.training and _is_known(layer) and not _has_hooks(layer) for layer in modules)
+        plain = all(layer.training and _is_known(layer) and not has_hooks(layer) for layer in modules)
         hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
         return same and norms and plain and not hooked
 
@@ -186,16 +182,16 @@ class _Prepared(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n not in self.blocked:
             return self._run_on(n, args, kwargs, lambda value: unblocked(value.now()))
-        layer = self.layers.get(n)
+        layer = self.traced.layers.get(n)
         if n in self.lists:
             return self._convolved(n, cast(nn.Conv2d, layer), args[0])
         if isinstance(layer, nn.BatchNorm2d):
             return self._finished(n, _Blocked(args[0].now(), layer))
         if isinstance(layer, nn.Identity):
             return args[0]
-        if self._is(n, nn.ReLU, RELU) and args[0].norm is not None:
+        if self.traced.is_relu(n) and args[0].norm is not None:
             return _Blocked(args[0].now(relu=True))
-        if n.target in ADD and not self.waiting.isdisjoint(n.all_input_nodes):
+        if self.traced.is_sum(n) and not self.waiting.isdisjoint(n.all_input_nodes):
             waiting, other = args if n.all_input_nodes[0] in self.waiting else args[::-1]
             shortcut = other.now()
             if shortcut.shape != waiting.images.shape:  # they broadcast
@@ -218,36 +214,30 @@ class _Prepared(fx.Interpreter):
         return value if node in self.waiting else _Blocked(value.now())
 
     def _waits(self, node: fx.Node) -> bool:
-        """Say whether a norm layer, or the addition after one, is run with what follows: an addition, a ReLU."""
-        user = next(iter(node.users)) if len(node.users) == 1 else None
+        """Return whether a norm layer, or the addition after one, is run with what follows: an addition, a ReLU."""
+        user = self.traced.only_user(node)
         if user is None or user not in self.blocked:
             return False
-        then_relu = self._is(user, nn.ReLU, RELU)
-        if self._is(node, nn.BatchNorm2d):
-            once = sum(layer is self.layers[node] for layer in self.layers.values()) == 1  # statistics have an order
+        then_relu = self.traced.is_relu(user)
+        if self.traced.is_layer(node, nn.BatchNorm2d):
+            once = self.traced.is_called_once(node)  # statistics have an order
             return once and (then_relu or self._first_to_wait(user) is node)
         return then_relu and self._first_to_wait(node) is not None
 
     def _first_to_wait(self, node: fx.Node) -> fx.Node | None:
-        """Choose one of two norm layers that are added; None where there is none, or nothing is added."""
-        added = node.target in ADD and len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
-        norms = [one for one in node.all_input_nodes if self._is(one, nn.BatchNorm2d) and len(one.users) == 1]
+        """Return one of two norm layers that are added; None if there is none, or nothing is added."""
+        graph = self.traced
+        added = graph.is_sum(node) and len(node.all_input_nodes) == 2
+        norms = [one for one in node.all_input_nodes if graph.is_layer(one, nn.BatchNorm2d) and graph.only_user(one)]
         return norms[0] if added and norms else None
 
-    def _is(self, node: fx.Node, layer: type[nn.Module], functions: tuple[Any, ...] = ()) -> bool:
-        return type(self.layers[node]) is layer if node in self.layers else node.target in functions
-
     def _stays_blocked(self, node: fx.Node) -> bool:
-        """Say whether a node gives blocked images."""
+        """Return whether the output of a node is blocked images."""
         given = [argument in self.blocked for argument in node.args if isinstance(argument, fx.Node)]
         if node.kwargs or not given:
             return False
-        if node in self.layers:
-            layer = self.layers[node]
-            return node in self.masks or (all(given) and (type(layer) in BLOCKED_LAYERS or _can_norm(layer)))
-        return node.op in ("call_function", "call_method") and node.target in ELEMENTWISE and all(given)
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    forward = layer._forward_hooks or layer._forward_pre_hooks
-    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
+        layer = self.traced.layers.get(node)
+        if node in self.masks:
+            return True
+        fits = self.traced.is_elementwise(node) or self.traced.is_layer(node, nn.Identity)
+        return all(given) and (fits or (layer is not None and _can_norm(layer)))

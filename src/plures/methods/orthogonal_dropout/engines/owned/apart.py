@@ -8,22 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.engines.owned.parts import Running
+from plures.methods.orthogonal_dropout.engines.owned.parts import OfMembers, Running
 
 
-class EachMember(nn.Module):
+class EachMember(OfMembers):
     """Run a layer once for each member, as the unfolded engine does: for layers that the kernels do not know.
 
     EachMember([layer, other], running)(batch)
     """
 
     def __init__(self, layers: list[nn.Module], running: Running) -> None:
-        super().__init__()
+        super().__init__(running)
         self.layers = nn.ModuleList(layers)
-        self.running = running
+
+    def choose(self, indices: list[int]) -> None:
+        """Keep the layers of some members."""
+        self.layers = nn.ModuleList(self.layers[index] for index in indices)
 
     def __getattr__(self, name: str) -> Any:
-        """Give what the network asks the layer for, such as its dtype, from the first member's."""
+        """Return what torch's encoders ask a layer for, such as its dtype, from the first member's."""
         layers = self.__dict__.get("_modules", {}).get("layers")
         if name in ("layers", "running") or name.startswith("__") or layers is None:
             return super().__getattr__(name)
@@ -31,17 +34,16 @@ class EachMember(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the batch into members, run each, and join what comes out."""
-        indices = range(len(self.layers)) if self.running.chosen is None else self.running.chosen
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
         count = len(given[0]) if given else 0
         results = []
-        for turn, index in enumerate(indices):
+        for turn, layer in enumerate(self.layers):
 
             def cut(value: Any, turn: int = turn) -> Any:
                 batched = isinstance(value, Tensor) and value.dim() and len(value) == count
                 return value.chunk(self.running.count)[turn] if batched else value
 
-            results.append(self.layers[index](*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}))
+            results.append(layer(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}))
         return joined(results)
 
 
@@ -63,8 +65,8 @@ class Apart(list[Any]):
     """
 
 
-class MembersTensor(nn.Module):
-    """Give a tensor that each member has for itself.
+class MembersTensor(OfMembers):
+    """Return a tensor that each member has for itself.
 
     MembersTensor(stack, running)()
     """
@@ -72,13 +74,11 @@ class MembersTensor(nn.Module):
     stack: Tensor
 
     def __init__(self, stack: Tensor, running: Running) -> None:
-        super().__init__()
-        self.register_buffer("stack", stack, persistent=False)
-        self.running = running
+        super().__init__(running, stack=stack)
 
     def forward(self) -> Apart:
-        """Give the tensors of the members that run."""
-        return Apart(self.running.of(self.stack))
+        """Return the tensors of the members that run."""
+        return Apart(self.stack)
 
 
 class EachCall(nn.Module):
@@ -92,7 +92,7 @@ class EachCall(nn.Module):
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Apart:
-        """Give what comes out for each member."""
+        """Return what comes out for each member."""
         found: list[Apart] = []
         map_structure(found.append, (args, kwargs))
         results = Apart()

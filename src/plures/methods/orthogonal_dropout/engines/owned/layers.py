@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.owned.apart import Apart
-from plures.methods.orthogonal_dropout.engines.owned.parts import Parts, Running
+from plures.methods.orthogonal_dropout.engines.owned.parts import OfMembers, Parts, Running
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
 from plures.native.library import load
@@ -30,7 +30,7 @@ class Into(nn.Module):
         self.lanes = load().lanes
 
     def forward(self, x: Any, batch: Any = None) -> Any:
-        """Convert a value; `batch` is what the network was given, and tells how many samples there are."""
+        """Convert a value; `batch` is what the network was given, and has one row per sample."""
         members = self.running.count
         if self.layout == "tiled":
             whole = isinstance(x, Tensor) and x.dim() and len(x) == len(batch)
@@ -44,8 +44,8 @@ class Into(nn.Module):
         return Apart(x.chunk(members)) if self.layout == "apart" else torch.cat(list(x))
 
 
-class _OwnedLayer(nn.Module):
-    """Keep the lists and biases of all members, and hand out those of the members that run."""
+class _OwnedLayer(OfMembers):
+    """Keep the lists and biases of the members that run."""
 
     starts: Tensor
     places: Tensor
@@ -53,12 +53,10 @@ class _OwnedLayer(nn.Module):
     bias: Tensor
 
     def __init__(self, parts: Parts, weight: str, bias: str, outputs: int) -> None:
-        super().__init__()
         lists = parts.lists(weight)
-        self.running = parts.running
-        for name, tensor in (("starts", lists.starts), ("places", lists.places), ("values", lists.values)):
+        super().__init__(parts.running, starts=lists.starts, bias=parts.bias(bias, outputs))
+        for name, tensor in (("places", lists.places), ("values", lists.values)):
             self.register_buffer(name, tensor, persistent=False)
-        self.register_buffer("bias", parts.bias(bias, outputs), persistent=False)
         self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
         self.relu = False
 
@@ -68,12 +66,12 @@ class _OwnedLayer(nn.Module):
         return self.values.new_empty(0)
 
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Give starts, places, values and biases of the members that run."""
-        return self.running.of(self.starts), self.places, self.values, self.running.of(self.bias)
+        """Return starts, places, values and biases of the members that run."""
+        return self.starts, self.places, self.values, self.bias
 
 
 class OwnedConvolution(_OwnedLayer):
-    """A convolution of all members over blocked activations; adds a shortcut and cuts below zero where told to.
+    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to.
 
     OwnedConvolution(conv, parts, "layer1.0.conv1")(blocked, shortcut)
     """
@@ -85,9 +83,11 @@ class OwnedConvolution(_OwnedLayer):
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
-        """Tell whether the kernels can run a layer."""
+        """Return whether the kernels can run a layer."""
         return (
             type(layer) is nn.Conv2d
+            and "forward" not in vars(layer)
+            and max(*layer.kernel_size, *layer.stride) <= operators.MOST_STEPS
             and layer.groups == 1
             and layer.dilation == (1, 1)
             and layer.padding_mode == "zeros"
@@ -147,9 +147,10 @@ class OwnedAttention(nn.Module):
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
-        """Tell whether a layer is plain self-attention with split projections."""
+        """Return whether a layer is plain self-attention with split projections."""
         return (
             type(layer) is nn.MultiheadAttention
+            and "forward" not in vars(layer)
             and layer.batch_first
             and layer._qkv_same_embed_dim
             and layer.bias_k is None
@@ -179,7 +180,7 @@ class OwnedAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width)), None
 
 
-class MembersNorm(nn.Module):
+class MembersNorm(OfMembers):
     """A norm layer with factors and shifts of its own for each member, for plain and for blocked batches.
 
     MembersNorm(batch_norm, parts, "bn1")(images)
@@ -189,9 +190,6 @@ class MembersNorm(nn.Module):
     shift: Tensor
 
     def __init__(self, layer: nn.Module, parts: Parts, name: str) -> None:
-        super().__init__()
-        self.running = parts.running
-        self.layer = layer
         factor, shift = parts.stack(f"{name}.weight"), parts.stack(f"{name}.bias")
         if isinstance(layer, _BatchNorm):
             mean, variance = parts.stack(f"{name}.running_mean"), parts.stack(f"{name}.running_var")
@@ -201,14 +199,16 @@ class MembersNorm(nn.Module):
             factor = scale if factor is None else factor * scale
             shift = -mean * factor if shift is None else shift - mean * factor
         assert factor is not None
-        self.register_buffer("factor", factor.contiguous(), persistent=False)
         shift = torch.zeros_like(factor) if shift is None else shift
-        self.register_buffer("shift", shift.contiguous(), persistent=False)
+        super().__init__(parts.running, factor=factor.contiguous(), shift=shift.contiguous())
+        self.layer = layer
         self.relu = False
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
-        """Tell whether a layer is a norm layer that only differs in factors and shifts from member to member."""
+        """Return whether a layer is a norm layer whose members differ in factors and shifts only."""
+        if "forward" in vars(layer) or not type(layer).__module__.startswith("torch.nn."):
+            return False
         if isinstance(layer, _BatchNorm):
             return layer.running_mean is not None
         if isinstance(layer, nn.GroupNorm):
@@ -218,7 +218,7 @@ class MembersNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch that holds the members one after the other."""
         layer = self.layer
-        factor, shift = self.running.of(self.factor), self.running.of(self.shift)
+        factor, shift = self.factor, self.shift
         if isinstance(layer, nn.LayerNorm):
             x = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
             shape = [len(factor), *[1] * (x.dim() - len(layer.normalized_shape)), *layer.normalized_shape]
@@ -232,5 +232,5 @@ class MembersNorm(nn.Module):
 
     def blocked(self, x: Tensor) -> Tensor:
         """Normalise blocked activations by batch norm."""
-        result: Tensor = operators.affine(x, self.running.of(self.factor), self.running.of(self.shift), self.relu)
+        result: Tensor = operators.affine(x, self.factor, self.shift, self.relu)
         return result

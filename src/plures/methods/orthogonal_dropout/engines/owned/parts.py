@@ -1,7 +1,7 @@
-"""What the members have of a network's tensors, and which of them run."""
+"""What the members have of a network's tensors, and how many of them run."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.partition import Split
@@ -11,28 +11,38 @@ from plures.tensors import canonical, own_tensors
 
 
 class Running:
-    """Know which members run; one object, shared by all layers of an engine.
+    """Know how many members run; one object, shared by all layers of an engine.
 
-    running = Running(5)
-    running.chosen = [0, 3]
+    Running(5).count
     """
 
     def __init__(self, members: int) -> None:
-        self.members = members
-        self.chosen: list[int] | None = None  # None: all of them, without a copy of what they have
+        self.count = members
 
-    @property
-    def count(self) -> int:
-        """The number of members that run."""
-        return self.members if self.chosen is None else len(self.chosen)
 
-    def of(self, table: Tensor) -> Tensor:
-        """Take the rows of a table [members, ...] that belong to members that run."""
-        return table if self.chosen is None else table[self.chosen]
+class OfMembers(nn.Module):
+    """A layer with tables that have a row for each member that runs.
+
+    layer.choose([0, 3])  # only these run from now on
+    """
+
+    tables: tuple[str, ...] = ()
+
+    def __init__(self, running: Running, **tables: Tensor) -> None:
+        super().__init__()
+        self.running = running
+        self.tables = tuple(tables)
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+
+    def choose(self, indices: list[int]) -> None:
+        """Keep the rows of some members."""
+        for name in self.tables:
+            self.register_buffer(name, getattr(self, name)[indices], persistent=False)
 
 
 class Parts:
-    """Give the tensors of each member by name, as an engine needs them to build its layers.
+    """The tensors of each member by name, as an engine needs them to build its layers.
 
     parts = Parts(split, [fold_norms(split, member, pairs) for member in split.trained])
     parts.stack("bn1.weight")  # [members, 64]
@@ -49,26 +59,26 @@ class Parts:
         self._scales = [scales for scales, _ in folded]
 
     def first(self, name: str) -> str:
-        """Give the first name of a tensor that may be tied."""
+        """Return the first name of a tensor that may be tied."""
         return self._first.get(name, name)
 
     def role(self, name: str) -> Role | None:
-        """Tell a tensor's role, or None where the network has no such tensor."""
+        """Return a tensor's role, or None if the network has no tensor of this name."""
         return self.roles.get(self.first(name))
 
     def stack(self, name: str) -> Tensor | None:
-        """Give what each member has of a tensor that is not split, [members, ...], or None where there is none."""
+        """Return what each member has of a tensor that is not split, [members, ...]; None if there is no tensor."""
         first = self.first(name)
         if first in self._private[0]:
             return torch.stack([private[first] for private in self._private])
         return self._own[first].expand(len(self.members), *self._own[first].shape) if first in self._own else None
 
     def names(self) -> list[str]:
-        """Name all tensors of the network, tied ones under each of their names."""
+        """Return the names of all tensors of the network, tied ones under each of their names."""
         return list(self._first)
 
     def tensor(self, name: str, index: int) -> Tensor:
-        """Give one member's whole tensor, as `checkout` does."""
+        """Return one member's whole tensor, as `checkout` does."""
         first = self.first(name)
         if first in self._private[index]:
             return self._private[index][first]
@@ -78,7 +88,7 @@ class Parts:
         return part * self._scales[index][name] if name in self._scales[index] else part
 
     def lists(self, weight: str) -> Lists:
-        """List what each member owns of a split weight, with the factors of a norm layer that was folded into it."""
+        """Return what each member owns of a split weight, with the factors of a norm layer that was folded into it."""
         first = self.first(weight)
         values, owners = self._own[first], self.owners[first]
         scales = [scales[weight].flatten() for scales in self._scales if weight in scales]
@@ -88,6 +98,6 @@ class Parts:
         return (block_lists if in_blocks else kernel_lists)(values, owners, self.members, factors)
 
     def bias(self, name: str, outputs: int) -> Tensor:
-        """Give the bias of each member, [members, outputs]; zeros where the layer has none."""
+        """Return the bias of each member, [members, outputs]; zeros if the layer has none."""
         stack = self.stack(name)
         return torch.zeros(len(self.members), outputs) if stack is None else stack.float().contiguous()

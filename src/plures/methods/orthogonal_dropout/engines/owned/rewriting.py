@@ -1,37 +1,19 @@
 """Rewrite the graph of a network so that one pass runs all members, over the weights that each owns."""
 
-import operator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.owned.apart import EachCall, MembersTensor
 from plures.methods.orthogonal_dropout.engines.owned.layers import Into, MembersNorm, OwnedConvolution, OwnedLinear
 from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
-from plures.methods.orthogonal_dropout.engines.owned.tree import Substitutes
+from plures.methods.orthogonal_dropout.engines.owned.substitutes import Substitutes
 from plures.methods.orthogonal_dropout.roles import Role
 
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"
-RELU: tuple[Any, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
-ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
-ELEMENTWISE: tuple[Any, ...] = (
-    *RELU,
-    *ADD,
-    operator.mul,
-    operator.imul,
-    operator.sub,
-    operator.isub,
-    torch.mul,
-    torch.sub,
-    "mul",
-    "sub",
-)
-ELEMENTWISE += (F.gelu, F.silu, F.sigmoid, torch.sigmoid, torch.tanh, F.hardswish, F.relu6, F.leaky_relu, F.elu)
-ELEMENTWISE_LAYERS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.ReLU6, nn.LeakyReLU, nn.ELU)
-NOTHING_LAYERS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 class Value(NamedTuple):
@@ -44,14 +26,13 @@ class Value(NamedTuple):
 class Rewriter:
     """Go through a traced network node by node and write the graph that runs all members.
 
-    rewriter = Rewriter(network, traced, parts, pairs)
+    rewriter = Rewriter(graph, parts, pairs)
     module = rewriter.rewritten()
     rewriter.substitutes.one_by_one  # the layers that run member by member
     """
 
-    def __init__(self, network: nn.Module, traced: fx.Graph, parts: Parts, pairs: dict[str, str]) -> None:
-        self.network, self.traced, self.parts, self.pairs = network, traced, parts, pairs
-        self.modules = dict(network.named_modules())
+    def __init__(self, traced: Graph, parts: Parts, pairs: dict[str, str]) -> None:
+        self.traced, self.parts, self.pairs = traced, parts, pairs
         self.graph = fx.Graph()
         self.holder = nn.Module()
         self.values: dict[fx.Node, Value] = {}
@@ -61,7 +42,7 @@ class Rewriter:
         self._converted: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def rewritten(self) -> fx.GraphModule:
-        """Give the module that takes what the network takes and returns the members one after the other."""
+        """Return the module that takes what the network takes and returns the members one after the other."""
         for node in self.traced.nodes:
             if node not in self.values:
                 getattr(self, f"_{node.op}")(node)
@@ -71,12 +52,7 @@ class Rewriter:
     # ---- what nodes become ----
 
     def _placeholder(self, node: fx.Node) -> None:
-        default = node.args if node.args else ()
-        made = (
-            self.graph.placeholder(cast(str, node.target), default_value=default[0] if default else None)
-            if default
-            else (self.graph.placeholder(cast(str, node.target)))
-        )
+        made = self.graph.create_node("placeholder", node.target, node.args)
         self.batch = self.batch or made
         self.values[node] = Value(SHARED, made)
 
@@ -85,12 +61,13 @@ class Rewriter:
         role = self.parts.role(name)
         if role in (None, Role.SHARED):
             owner, _, attribute = name.rpartition(".")
-            tensor = getattr(self.network.get_submodule(owner), attribute)
+            tensor = getattr(self.traced.network.get_submodule(owner), attribute)
             if isinstance(tensor, Tensor):
                 self.values[node] = Value(CONSTANT, self._call(f"constant {name}", lambda: Constant(tensor)))
                 return
             self.values[node] = Value(CONSTANT, tensor)
             return
+        self.substitutes.one_by_one.append(name.rpartition(".")[0] or name)
         layers = [self.parts.tensor(name, index) for index in range(len(self.parts.members))]
         made = self._call(f"tensor {name}", lambda: MembersTensor(torch.stack(layers), self.parts.running))
         self.values[node] = Value(APART, made)
@@ -99,17 +76,13 @@ class Rewriter:
         self.graph.output(fx.node.map_arg(node.args[0], self._tiled))
 
     def _call_function(self, node: fx.Node) -> None:
-        self._call_anything(node, node.target)
-
-    _call_method = _call_function
-
-    def _call_anything(self, node: fx.Node, target: Any) -> None:
+        target = node.target
         given = [self.values[argument] for argument in node.all_input_nodes]
         layouts = {value.layout for value in given}
         if APART in layouts:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._apart)
             self.values[node] = Value(APART, self._call(f"call {node.name}", lambda: EachCall(target), *args, **kwargs))
-        elif layouts == {BLOCKED} and target in ELEMENTWISE:
+        elif layouts == {BLOCKED} and self.traced.is_elementwise(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n].node)
             self.values[node] = Value(BLOCKED, self.graph.create_node(node.op, node.target, args, kwargs))
         elif layouts <= {CONSTANT}:
@@ -119,29 +92,26 @@ class Rewriter:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._tiled)
             self.values[node] = Value(TILED, self.graph.create_node(node.op, node.target, args, kwargs))
 
+    _call_method = _call_function
+
     def _call_module(self, node: fx.Node) -> None:
-        name = cast(str, node.target)
-        layer = self.modules[name]
-        if self._does_nothing(node):
+        name, layer = cast(str, node.target), self.traced.layers[node]
+        plain = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        if self.traced.does_nothing(node) and plain:
             self.values[node] = self.values[cast(fx.Node, node.args[0])]
-        elif OwnedConvolution.fits(layer, self.parts, name):
+        elif plain and OwnedConvolution.fits(layer, self.parts, name):
             self._convolution(node, name, cast(nn.Conv2d, layer))
-        elif isinstance(layer, nn.Linear) and self.parts.role(f"{name}.weight") is Role.SPLIT:
-            self._linear(node, name, layer)
-        elif (
-            isinstance(layer, _BatchNorm)
-            and self._layout(node) == BLOCKED
-            and MembersNorm.fits(layer, self.parts, name)
-        ):
-            end = self._followed_by_relu(node)
-            path = self._add(f"{name} relu {end is not node}", lambda: MembersNorm(layer, self.parts, name))
+        elif plain and self.traced.is_layer(node, nn.Linear) and self.parts.role(f"{name}.weight") is Role.SPLIT:
+            self._linear(node, name, cast(nn.Linear, layer))
+        elif plain and self._layout(node) == BLOCKED and self._is_batch_norm(layer, name):
+            relu = self.traced.relu_after(node)
+            path = self._add(f"{name} relu {relu is not None}", lambda: MembersNorm(layer, self.parts, name))
             norm = cast(MembersNorm, self.holder.get_submodule(path))
-            norm.relu = end is not node
+            norm.relu = relu is not None
             blocked = self._add(f"blocked {path}", lambda: Blocked(norm))
-            self.values[node] = self.values[end] = Value(
-                BLOCKED, self.graph.call_module(blocked, (self._blocked(node.args[0]),))
-            )
-        elif isinstance(layer, ELEMENTWISE_LAYERS) and self._layout(node) == BLOCKED:
+            value = Value(BLOCKED, self.graph.call_module(blocked, (self._blocked(node.args[0]),)))
+            self.values[node] = self.values[relu or node] = value
+        elif plain and self.traced.is_elementwise(node) and self._layout(node) == BLOCKED:
             path = self._add(name, lambda: layer)
             self.values[node] = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
         else:
@@ -156,59 +126,45 @@ class Rewriter:
             chain += list(node.users)
         self._skip_nothing(chain)
         shortcut = None
-        following = self._only_user(chain[-1])
-        if following is not None and following.target in ADD and len(following.args) == 2 and not following.kwargs:
-            other = next((a for a in following.args if a is not chain[-1]), None)
+        following = self.traced.only_user(chain[-1])
+        if following is not None and self.traced.is_sum(following):
+            other = next((one for one in following.args if one is not chain[-1]), None)
             value = self._known(other)
             if value is not None and value.layout == BLOCKED:
                 chain.append(following)
                 shortcut = value.node
-        end = self._followed_by_relu(chain[-1])
-        chain.append(end)
-        uses = sum(other.target == name for other in self.traced.nodes if other.op == "call_module")
-        path = self._add(f"{name} {node.name}" if uses > 1 else name, lambda: OwnedConvolution(layer, self.parts, name))
-        cast(OwnedConvolution, self.holder.get_submodule(path)).relu = end is not chain[-2]
+        relu = self.traced.relu_after(chain[-1])
+        path = self._add(f"{name} {node.name}", lambda: OwnedConvolution(layer, self.parts, name))
+        cast(OwnedConvolution, self.holder.get_submodule(path)).relu = relu is not None
         args = (self._blocked(node.args[0]),) if shortcut is None else (self._blocked(node.args[0]), shortcut)
         value = Value(BLOCKED, self.graph.call_module(path, args))
-        self.values |= dict.fromkeys(chain, value)
+        self.values |= dict.fromkeys([*chain, relu or node], value)
 
     def _linear(self, node: fx.Node, name: str, layer: nn.Linear) -> None:
-        end = self._followed_by_relu(node)
+        relu = self.traced.relu_after(node)
         made = lambda: OwnedLinear(self.parts, f"{name}.weight", f"{name}.bias", layer.out_features)  # noqa: E731
-        path = self._add(f"{name} relu {end is not node}", made)
-        cast(OwnedLinear, self.holder.get_submodule(path)).relu = end is not node
+        path = self._add(f"{name} relu {relu is not None}", made)
+        cast(OwnedLinear, self.holder.get_submodule(path)).relu = relu is not None
         source = self.values[cast(fx.Node, node.args[0])]
         shared = source.layout == SHARED
         given = source.node if shared else self._tiled(cast(fx.Node, node.args[0]))
         value = Value(TILED, self.graph.call_module(path, (given, shared)))
-        self.values[node] = self.values[end] = value
+        self.values[node] = self.values[relu or node] = value
 
     # ---- what follows what ----
 
-    def _only_user(self, node: fx.Node) -> fx.Node | None:
-        return next(iter(node.users)) if len(node.users) == 1 else None
+    def _is_batch_norm(self, layer: nn.Module, name: str) -> bool:
+        return isinstance(layer, _BatchNorm) and MembersNorm.fits(layer, self.parts, name)
 
     def _known(self, node: Any) -> Value | None:
-        """Give the value of a node that has been written already, seen through layers that do nothing."""
-        while isinstance(node, fx.Node) and node not in self.values and self._does_nothing(node):
+        """Return the value of a node that has been written already, seen through layers that do nothing."""
+        while isinstance(node, fx.Node) and node not in self.values and self.traced.does_nothing(node):
             node = node.args[0]
         return self.values.get(node) if isinstance(node, fx.Node) else None
 
-    def _does_nothing(self, node: fx.Node) -> bool:
-        called = node.op == "call_module" and len(node.args) == 1
-        return called and isinstance(self.modules[cast(str, node.target)], NOTHING_LAYERS)
-
     def _skip_nothing(self, chain: list[fx.Node]) -> None:
-        while (following := self._only_user(chain[-1])) is not None and self._does_nothing(following):
+        while (following := self.traced.only_user(chain[-1])) is not None and self.traced.does_nothing(following):
             chain.append(following)
-
-    def _followed_by_relu(self, node: fx.Node) -> fx.Node:
-        """Give the ReLU that alone uses a node, or the node itself."""
-        following = self._only_user(node)
-        if following is None:
-            return node
-        is_layer = following.op == "call_module" and type(self.modules[cast(str, following.target)]) is nn.ReLU
-        return following if is_layer or (following.op != "call_module" and following.target in RELU) else node
 
     # ---- layouts ----
 
@@ -258,7 +214,7 @@ class Rewriter:
 
 
 class Constant(nn.Module):
-    """Give a tensor that all members share."""
+    """Return a tensor that all members share."""
 
     value: Tensor
 
@@ -267,7 +223,7 @@ class Constant(nn.Module):
         self.register_buffer("value", value.detach(), persistent=False)
 
     def forward(self) -> Tensor:
-        """Give it."""
+        """Return it."""
         return self.value
 
 

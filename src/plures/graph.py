@@ -1,0 +1,215 @@
+"""One pass over a network by torch.fx: which layers it calls, what they are, and what follows what."""
+
+import copy
+import operator
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
+
+from plures.tensors import canonical, shell
+
+RELU: tuple[Any, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
+ELEMENTWISE: tuple[Any, ...] = (
+    *(*RELU, *ADD, operator.mul, operator.imul, operator.sub, operator.isub, torch.mul, torch.sub, "mul", "sub"),
+    *(F.gelu, F.silu, F.sigmoid, torch.sigmoid, torch.tanh, F.hardswish, F.relu6, F.leaky_relu, F.elu),
+)
+ELEMENTWISE_LAYERS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.ReLU6, nn.LeakyReLU, nn.ELU)
+NOTHING_LAYERS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Graph:
+    """The nodes of a traced network, the layer that each one calls, and what follows it.
+
+        graph = Graph(network)
+        graph.folds()  # {"conv1": "bn1"}
+
+    A network whose control flow depends on values cannot be traced: torch.fx raises an error of its own. Layers are
+    known by their exact type: a class derived from one of torch's may do anything.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.graph = trace(network)
+        self.nodes = list(self.graph.nodes)
+        called = [node for node in self.nodes if node.op == "call_module"]
+        self.layers = {node: network.get_submodule(cast(str, node.target)) for node in called}
+        self._calls = Counter(map(id, self.layers.values()))
+
+    def is_layer(self, node: fx.Node, *kinds: type[nn.Module]) -> bool:
+        """Return whether a node calls a layer of one of these exact types, with a `forward` of its class."""
+        layer = self.layers.get(node)
+        return type(layer) in kinds and "forward" not in vars(layer)
+
+    def is_called_once(self, node: fx.Node) -> bool:
+        """Return whether no other node calls the same layer."""
+        return self._calls[id(self.layers[node])] == 1
+
+    def is_relu(self, node: fx.Node) -> bool:
+        """Return whether a node is a ReLU: a layer, a function or a method."""
+        return self.is_layer(node, nn.ReLU) or (_calls_function(node) and node.target in RELU)
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Return whether a node adds two others, and does nothing else."""
+        return _calls_function(node) and node.target in ADD and _two_nodes(node)
+
+    def is_elementwise(self, node: fx.Node) -> bool:
+        """Return whether a node works on each number apart, so that any layout of the images will do."""
+        of_function = _calls_function(node) and node.target in ELEMENTWISE
+        return of_function or self.is_layer(node, *ELEMENTWISE_LAYERS)
+
+    def does_nothing(self, node: fx.Node) -> bool:
+        """Return whether a node returns what it is given, in eval mode."""
+        return self.is_layer(node, *NOTHING_LAYERS) and len(node.args) == 1
+
+    def only_user(self, node: fx.Node) -> fx.Node | None:
+        """Return the node that alone uses the output of another one."""
+        return next(iter(node.users)) if len(node.users) == 1 else None
+
+    def relu_after(self, node: fx.Node) -> fx.Node | None:
+        """Return the ReLU that alone uses the output of a node."""
+        user = self.only_user(node)
+        return user if user is not None and self.is_relu(user) else None
+
+    def folds(self) -> dict[str, str]:
+        """Return the convolutions whose output goes to one batch norm and nowhere else: one name -> the other.
+
+        Both are called once, the norm layer has running statistics, and none of their tensors is used elsewhere.
+        """
+        first_names = canonical(self.network)
+        tied = {first for name, first in first_names.items() if name != first}
+        read = {cast(str, node.target) for node in self.nodes if node.op == "get_attr"}
+        pairs = {}
+        for node in self.layers:
+            norm = self.only_user(node)
+            if not self.is_layer(node, *CONVOLUTIONS) or norm is None or not self._is_norm(norm):
+                continue
+            names = cast(str, node.target), cast(str, norm.target)
+            inside = [name for name in first_names if name.rpartition(".")[0] in names]
+            alone = self.is_called_once(node) and self.is_called_once(norm)
+            if alone and not any(first_names[name] in tied or name in read for name in inside):
+                pairs[names[0]] = names[1]
+        return pairs
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        layer = self.layers.get(node)
+        if not isinstance(layer, _BatchNorm) or not type(layer).__module__.startswith("torch.nn."):
+            return False
+        return "forward" not in vars(layer) and layer.running_mean is not None and not node.kwargs
+
+    def shapes(self, *inputs: Tensor) -> dict[fx.Node, torch.Size]:
+        """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied.
+
+        graph.shapes(torch.empty(2, 3, 32, 32, device="meta"))
+        """
+        held = (*self.network.parameters(), *self.network.buffers())
+        memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta", requires_grad=False) for t in held}
+        recorder = _Shapes(copy.deepcopy(self.network, memo), graph=self.graph)
+        recorder.extra_traceback = False
+        with torch.no_grad():
+            recorder.run(*inputs)
+        return recorder.found
+
+
+def _calls_function(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+def _two_nodes(node: fx.Node) -> bool:
+    return len(node.args) == 2 and not node.kwargs and all(isinstance(one, fx.Node) for one in node.args)
+
+
+class _Shapes(fx.Interpreter):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found: dict[fx.Node, torch.Size] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.found[n] = result.shape
+        return result
+
+
+def graph_of(network: nn.Module) -> Graph | None:
+    """Trace a copy of a network's structure; return None if torch.fx cannot, or if hooks would be lost.
+
+    graph = graph_of(network)
+    """
+    if any(map(has_hooks, network.modules())) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        return Graph(shell(network))
+    except Exception:  # tracing runs the network's own code, which may raise anything
+        return None
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Return whether a layer has hooks, which a trace leaves out.
+
+    >>> has_hooks(nn.Linear(2, 3))
+    False
+    """
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+class _OfThisThread(fx.Tracer):
+    """Trace what this thread calls; the modules that other threads call meanwhile run as always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread: int | None = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return parametrize.is_parametrized(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
+class _Turn:
+    """One trace at a time: each puts back what it found, which must not be the change of another."""
+
+    def __init__(self) -> None:
+        self.renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.renew)  # the thread that held it is not in the child
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()  # a network may make an engine of another one while it is traced
+
+
+_turn = _Turn()
+
+
+def trace(network: nn.Module) -> fx.Graph:
+    """Trace a network by torch.fx, which changes how modules are called; other threads predict meanwhile.
+
+    nodes = list(trace(network).nodes)
+    """
+    with _turn.lock:
+        tracer = _OfThisThread()
+        try:
+            return tracer.trace(network)
+        finally:
+            tracer.thread = None  # a trace of somebody else may leave our changes behind: they pass everything by

@@ -1,0 +1,147 @@
+"""Which engine predicts: a rule that counts multiplications and what is moved, not a measurement."""
+
+import copy
+import logging
+import os
+
+import torch
+from torch import Tensor, fx, nn
+
+from plures.errors import PluresError
+from plures.graph import Graph, graph_of
+from plures.methods.orthogonal_dropout.engines.engine import Engine
+from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, refuse_if_impossible
+from plures.methods.orthogonal_dropout.engines.owned.layers import OwnedConvolution
+from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
+from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
+from plures.methods.orthogonal_dropout.partition import Split
+from plures.native.library import why_unavailable
+from plures.tensors import own_tensors
+
+log = logging.getLogger("plures")
+
+# What all members of a layer cost in dense layers of one network, if the kernels do worst: docs/engines.md says what
+# was measured. A layer that runs member by member costs as many as there are members, and the way there and back.
+COST_OF_KERNELS, COST_OF_WEIGHTS = 2.0, 2.5
+COST_OF_TOKENS = {"block": 2.5, "weight": 4.0}  # linear layers that see many rows of one sample
+COST_OF_ROWS = {"block": 5.5, "weight": 7.5}  # other linear layers: one sample is a single row
+MOVED = 16  # multiplications that take as long as to read or write one number
+
+
+def made(split: Split, kind: str | None, memory: int | None, fold: bool) -> Engine:
+    """Make an engine of one kind, or the fastest one whose weights fit into so many bytes.
+
+    engine = made(split, None, memory=200_000_000, fold=True)
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        split = copy.deepcopy(split)  # the ensemble may be trained further
+        graph = graph_of(split.network)
+        if kind is None:
+            kind = _fastest(split, graph, memory)
+        if kind == "owned":
+            return Owned(split, graph, fold)
+        return Unfolded(split, graph if fold else None)
+
+
+def _fastest(split: Split, graph: Graph | None, memory: int | None) -> str:
+    """Return the fastest kind that fits; write into the log which one, and if only a library is missing."""
+    unfolded = len(split.trained) * sum(tensor.nbytes for tensor in own_tensors(split.network).values())
+    owned = owned_bytes(split)
+    fits = [kind for kind, size in (("owned", owned), ("unfolded", unfolded)) if memory is None or size <= memory]
+    faster = "owned" in fits and graph is not None and is_owned_faster(split, graph)
+    if not faster and fits == ["owned"] and not _possible(split, graph):
+        fits = []
+    if not fits:
+        raise PluresError(
+            f"no engine fits into {memory} bytes: the owned engine needs {owned}, the unfolded one {unfolded}; predict "
+            "with the ensemble itself"
+        )
+    kind = "owned" if faster or "unfolded" not in fits else "unfolded"
+    reason = why_unavailable()
+    if reason is not None and os.environ.get("PLURES_NATIVE") != "0":
+        log.warning("the %s engine predicts, because the faster one is unavailable: %s", kind, reason)
+    log.info("engine: %s", kind)
+    return kind
+
+
+def _possible(split: Split, graph: Graph | None) -> bool:
+    try:
+        refuse_if_impossible(split, graph)
+    except PluresError:
+        return False
+    return True
+
+
+def is_owned_faster(split: Split, graph: Graph) -> bool:
+    """Return whether the owned engine can run here and should be faster than each member as a separate network.
+
+    is_owned_faster(split, graph_of(split.network))
+    """
+    if not _possible(split, graph):
+        return False
+    shapes = _shapes(graph)
+    parts = Parts(split, [])
+    owned = apart = 0.0
+    for node in graph.layers:
+        of_node = _costs(node, graph, parts, shapes)
+        owned, apart = owned + of_node[0], apart + of_node[1]
+    return owned < apart
+
+
+def _costs(node: fx.Node, graph: Graph, parts: Parts, shapes: dict[fx.Node, torch.Size]) -> tuple[float, float]:
+    """Return what a layer costs in the owned engine, and as so many layers, in multiplications."""
+    members, owned, apart = len(parts.members), 0.0, 0.0
+    shape = shapes.get(node, torch.Size([1]))
+    given = [shapes[one].numel() for one in node.all_input_nodes if one in shapes]
+    moved = MOVED * (shape.numel() + sum(given)) if node in shapes else 0.0
+    for inner, layer in graph.layers[node].named_modules():
+        if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+            continue
+        name = f"{node.target}.{inner}".rstrip(".")
+        spatial = shape[2:].numel() if isinstance(layer, nn.modules.conv._ConvNd) else shape[1:-1].numel()
+        products = float(layer.weight.numel() * max(spatial, 1))
+        apart += members * (products + moved)
+        owners = parts.owners.get(parts.first(f"{name}.weight"))
+        each = None if owners is None else _cost(layer, owners, spatial, parts, name)
+        # What runs member by member is laid out anew, cut into members, and joined again.
+        owned += members * (products + 3 * moved) if each is None else each * products + members * moved
+    return owned, apart
+
+
+def _cost(layer: nn.Module, owners: Tensor, spatial: int, parts: Parts, name: str) -> float | None:
+    """Return how many dense layers the kernels of all members cost; None if they cannot run it."""
+    single = owners.numel() == layer.weight.numel()  # type: ignore[operator]
+    if isinstance(layer, nn.Linear):
+        return (COST_OF_TOKENS if spatial > 1 else COST_OF_ROWS)["weight" if single else "block"]
+    if not OwnedConvolution.fits(layer, parts, name):
+        return None
+    return COST_OF_WEIGHTS if single else COST_OF_KERNELS
+
+
+def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
+    """Return the shapes for one sample of a size that the network takes; none, if that cannot be found out."""
+    first = next(
+        (layer for layer in graph.layers.values() if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)), None
+    )
+    if first is None:
+        return {}
+    channels = first.in_features if isinstance(first, nn.Linear) else first.in_channels
+    sizes = [(channels,)] if isinstance(first, nn.Linear) else []
+    sides = 1 if isinstance(first, nn.Conv1d) else 2
+    for size in (*sizes, *((channels, *[side] * sides) for side in (64, 32, 28, 224, 16, 8))):
+        try:
+            return graph.shapes(torch.empty(1, *size, device="meta"))
+        except Exception:  # the network does not take this size, or needs other inputs
+            continue
+    return {}
+
+
+def owned_bytes(split: Split) -> int:
+    """Return the bytes of the lists that the owned engine holds, and of what is private.
+
+    owned_bytes(split)
+    """
+    weights = own_tensors(split.network)
+    lists = sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
+    private = sum(row.nbytes for row in split.private.rows(0).values()) * len(split.trained)
+    return lists + private
