@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
 from plures.lab.models import resnet18, wide_resnet28_10
-from plures.lab.timing.harness import Action, timed, training_step
+from plures.lab.timing import Action, timed, training_step
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 
 CLASSES = 10

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESNET18, Ratio, Subject, finished, first_step, images, race
 from plures.ensemble import Ensemble
+from plures.lab.compare.costs import file_size
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.models import resnet8
-from plures.lab.timing.costs import file_size
-from plures.lab.timing.harness import DTYPES, Action, prediction, timed, training_step
+from plures.lab.timing import DTYPES, Action, prediction, timed, training_step
 from plures.lab.training.distributed import resolve
 from plures.lab.training.loop import lay_out
 from plures.methods.deterministic import Deterministic

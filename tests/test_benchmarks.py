@@ -14,11 +14,20 @@ from benchmarks import pages, size, speed
 from benchmarks.harness import CLASSES, Ratio, Subject, race
 from plures.lab.method_names import kebab
 from plures.lab.models import resnet8
+from plures.lab.timing import timed
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.native import library
 
 ROOT = Path(__file__).parent.parent
 SMALL = Subject("small", lambda: resnet8(classes=CLASSES, width=8))
+
+
+def test_what_is_short_is_repeated_and_timed_once_per_round() -> None:
+    ticks = iter(range(100))
+    runs: list[int] = []
+    (found,) = timed([lambda: runs.append(1)], rounds=2, clock=lambda: float(next(ticks)), shortest=4.0)
+    assert len(runs) == 1 + 1 + 2 * 4, "to warm up, to see how short it is, and four times in each round"
+    assert found == [0.25, 0.25]
 
 
 def test_a_race_runs_the_baseline_around_every_rival() -> None:

@@ -16,10 +16,10 @@ import plures
 import short
 import store
 import tables
+from plures.lab.compare.costs import Costs
 from plures.lab.compare.jobs import Job, Variant
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, ensemble_for, network_for
-from plures.lab.timing.costs import Costs
 
 
 def test_held_out_images_are_those_that_no_training_saw(tmp_path: Path, monkeypatch) -> None:

@@ -17,6 +17,7 @@ from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
+from plures.lab.compare.costs import Costs, measured_costs, relative
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
 from plures.lab.compare.rows import Finished, published, rows_of, with_costs
 from plures.lab.compare.table import as_csv, columns, markdown
@@ -26,8 +27,6 @@ from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.config import train_words
 from plures.lab.runs.folder import RunFolder
-from plures.lab.timing.costs import Costs, measured_costs, relative
-from plures.lab.timing.harness import one_thread
 from short import METHODS, SHORT, SHORT_WORDS, launcher_here, make
 
 
@@ -242,8 +241,7 @@ def test_relative_is_of_the_two_given() -> None:
         for _ in range(times * 20_000):
             pass
 
-    with one_thread() as clock:
-        longer, shorter = (relative(lambda a=a: work(a), lambda b=b: work(b), clock) for a, b in ((8, 1), (1, 8)))
+    longer, shorter = (relative(lambda a=a: work(a), lambda b=b: work(b)) for a, b in ((8, 1), (1, 8)))
     assert longer > shorter
 
 
@@ -370,7 +368,7 @@ def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path, monke
         Variant("orthogonal-dropout", members=count, label=f"orthogonal-dropout {count}") for count in (2, 3)
     )
     comparison = Comparison("digits", SHORT, (*counts, fixed))
-    monkeypatch.setattr("plures.lab.timing.costs._measure", lambda _: Costs(1, 1, 1))  # not what is drawn
+    monkeypatch.setattr("plures.lab.compare.costs._measure", lambda _: Costs(1, 1, 1))  # not what is drawn
     make(*comparison.jobs(tmp_path))
     (rows,) = compare([comparison], tmp_path)
     for target in ("figure1", "figure2"):

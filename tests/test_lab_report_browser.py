@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from browser import Browser, needed, opened
+from plures.lab.compare.costs import Costs
 from plures.lab.compare.rows import Row, rows_of
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report.page import write_report
-from plures.lab.timing.costs import Costs
 from plures.lab.training.fit import train
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")

@@ -19,6 +19,7 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.compare import table
 from plures.lab.compare.compare import refuse_others
+from plures.lab.compare.costs import Costs, costs_of
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.rows import Finished
 from plures.lab.data import DataInfo, Split
@@ -28,8 +29,7 @@ from plures.lab.recipes import Recipe, get_recipe
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, data_for, described, ensemble_for, network_for, open_run
-from plures.lab.timing.costs import Costs, costs_of
-from plures.lab.timing.machine import machine
+from plures.lab.timing import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
 Images = Literal["metrics", "held_out"]  # of the test, or neither trained nor tested on

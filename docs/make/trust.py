@@ -19,7 +19,7 @@ from plures.lab.evaluation.trust import measured_trust
 from plures.lab.method_names import place_of
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
-from plures.lab.timing.machine import machine
+from plures.lab.timing import machine
 from trust_figures import Found, draw
 from trust_sentences import listed, scores
 

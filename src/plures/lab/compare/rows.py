@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError, visible
+from plures.lab.compare.costs import Costs, kept_costs, measured_costs, size_of
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
 from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
@@ -21,7 +22,6 @@ from plures.lab.recipes import RECIPES
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import described, unfinished
-from plures.lab.timing.costs import Costs, kept_costs, measured_costs, size_of
 
 EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
 

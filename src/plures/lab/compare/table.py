@@ -20,7 +20,7 @@ from plures.lab import terminal
 from plures.lab.compare.compare import Planned
 from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.paper.published import Published
-from plures.lab.timing.machine import machine
+from plures.lab.timing import machine
 from plures.lab.training.progress import duration
 
 # What the CSV and the JSON file hold of each run. The table shows `columns`.

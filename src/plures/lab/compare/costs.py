@@ -20,8 +20,7 @@ from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Described, device_for, read_run
 from plures.lab.runs.schemas import Number, read_object
-from plures.lab.timing import harness
-from plures.lab.timing.harness import Action, Clock
+from plures.lab.timing import Action, one_thread, prediction, timed, training_step
 from plures.lab.training.distributed import resolve
 from plures.lab.training.loop import lay_out
 from plures.methods.deterministic import Deterministic
@@ -85,38 +84,36 @@ def costs_of(ensemble: Ensemble, network: nn.Module, recipe: Recipe, info: DataI
     single = Deterministic(network).to(device_for())
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    with harness.one_thread() as clock:
-        epochs = _epochs(ensemble, single, recipe, info, clock)  # first: it goes through the stages
-        rivals = fastest(ensemble), single
-        asked, plain = (harness.prediction(one.predict, inputs) for one in rivals)
-        return Costs(file_size(ensemble) / file_size(single), relative(asked, plain, clock), epochs)
+    epochs = _epochs(ensemble, single, recipe, info)  # first: it goes through the stages
+    asked, plain = (prediction(one.predict, inputs) for one in (fastest(ensemble), single))
+    return Costs(file_size(ensemble) / file_size(single), relative(asked, plain), epochs)
 
 
-def relative(action: Action, baseline: Action, clock: Clock) -> float:
-    """Return the time of an action divided by that of another, each the shortest of several rounds.
+def relative(action: Action, baseline: Action) -> float:
+    """Return the time of an action divided by that of another, on one thread, each the shortest of several rounds.
 
-        with one_thread() as clock:
-            relative(lambda: ensemble.predict(images), lambda: network(images), clock)
+        relative(lambda: ensemble.predict(images), lambda: network(images))
 
     The shortest, not the median: other processes make some rounds longer, and none shorter.
     """
-    own, other = harness.timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
+    with one_thread() as clock:
+        own, other = timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
     return min(own) / min(other)
 
 
-def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo, clock: Clock) -> float:
+def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo) -> float:
     """Return the sum of the epochs of all stages, each weighted by its step relative to one of the single network."""
     precision = resolve(recipe.precision, device_for())
     inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
     targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
-    plain = harness.training_step(single.open(single.plan()[0]), inputs, targets, precision)
+    plain = training_step(single.open(single.plan()[0]), inputs, targets, precision)
     ratios: dict[str, float] = {}
     names: dict[Step, str] = {}  # stages of one phase take equally long, unless they leave out what a member lacks
     for stage in ensemble.stages():
         own = lay_out(stage, recipe.batch_size, inputs.device, mixed=precision != "no")
         name = names[stage.step] = stage.name if own else stage.phase
         if name not in ratios:
-            ratios[name] = relative(harness.training_step(stage, inputs, targets, precision), plain, clock)
+            ratios[name] = relative(training_step(stage, inputs, targets, precision), plain)
     return sum(recipe.epochs.of(step.phase) * ratios[name] for step, name in names.items())
 
 

@@ -1,8 +1,11 @@
-"""Measure times in turn, round by round, so that a busy machine slows all of them alike."""
+"""Times, measured in turn so that a busy machine slows all of them alike, and the machine that they are measured on."""
 
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from plures.lab.training.loop import lay_out
 from plures.stage import Stage
+from plures.version import __version__
 
 Action = Callable[[], object]
 Clock = Callable[[], float]
@@ -95,3 +99,23 @@ def _finish(tensor: Tensor) -> None:
     """Wait until the device has finished: it only queues its work."""
     if tensor.device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def machine() -> dict[str, str | int]:
+    """Return the processor and the versions that measure.
+
+    >>> machine()["plures"] == plures.__version__
+    True
+    """
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "plures": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": next(models, platform.processor() or "unknown"),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count() or 1,
+    }

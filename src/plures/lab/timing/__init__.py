@@ -1,1 +1,0 @@
-"""How long things take: times measured in turn and the costs of runs."""
