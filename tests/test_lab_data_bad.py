@@ -273,13 +273,13 @@ def test_damaged_picture_is_refused_or_read(tmp_path, kind, mode, seed, flips, c
 
 
 def test_ribbon_is_cut_before_it_is_resized_and_nearly_as_before(tmp_path):
-    from plures.lab.data import pictures
+    from plures.lab.data import images
 
     ribbon = Image.fromarray(np.random.default_rng(0).integers(0, 256, (3, 3000), np.uint8))
-    before = np.asarray(pictures.to_square(ribbon, 16), int)
+    before = np.asarray(images.to_square(ribbon, 16), int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "MOST_PIXELS", 1000)
-        after = np.asarray(pictures.to_square(ribbon, 16), int)
+        patch.setattr(images, "MOST_PIXELS", 1000)
+        after = np.asarray(images.to_square(ribbon, 16), int)
     assert after.shape == (16, 16)
     assert np.abs(after - before).max() <= 1
 

@@ -281,7 +281,7 @@ def test_commands_make_the_same_run_again(method: str, tmp_path: Path) -> None:
         members=2 if takes(method_class(method), "members") else 5,
     )
     data = data_for(recipe, None)
-    network = network_for(recipe, len(data.classes), data.channels, data.size)
+    network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
     settings = special.get(method, [])
     config = describe(ensemble_for(recipe, method, settings, network), data, recipe, "no")
     line = train_command(config, tmp_path / "a run")
@@ -299,7 +299,7 @@ def test_commands_make_the_same_run_again(method: str, tmp_path: Path) -> None:
 def test_a_recipe_as_it_is_needs_no_options(tmp_path: Path) -> None:
     recipe = get_recipe("digits")
     data = data_for(recipe, None)
-    network = network_for(recipe, len(data.classes), data.channels, data.size)
+    network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
     config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no", Made("mc-dropout"))
     assert train_command(config, Path("runs/x")) == "plures train digits --method mc-dropout --run runs/x"
 

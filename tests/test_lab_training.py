@@ -87,7 +87,7 @@ def train(run=None, ensemble=None, recipe=RECIPE, data=None, **options):
 
 
 def accuracy(ensemble, data):
-    images = data.normalise(torch.from_numpy(data.test.images))
+    images = data.info.normalise(torch.from_numpy(data.test.images))
     return (ensemble.predict(images).label.numpy() == data.test.labels).mean()
 
 

@@ -9,7 +9,7 @@ for images, labels in batches(data.train, 128, seed=0, epoch=3, augment=Augment(
 
 from plures.lab.data.cache import cache_folder
 from plures.lab.data.dataset import Data, open_data
-from plures.lab.data.pictures import read_image
+from plures.lab.data.images import read_image
 from plures.lab.data.split import Augment, DataInfo, Split, batches, steps
 
 __all__ = [

@@ -1,23 +1,23 @@
-"""Images in Arrow tables in the Hugging Face layout: Parquet files and data sets of the hub."""
+"""Images in Arrow tables with the columns of Hugging Face `datasets`: Parquet files and data sets of the hub."""
 
 import json
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plures.errors import PluresError
-from plures.lab.data.pictures import SPLIT_NAMES, Contents, Picture, by_split, folders_in, ordinary, read_file, reading
+from plures.lab.data.images import Contents, EncodedImage, Images, ordinary, read_file
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 2**28  # at most, even if all rows repeat one large cell, which a file stores only once
-MOST_CLASSES = 100_000  # bounds what a wrong label costs; ImageNet-21k has 21,841
+MOST_CLASSES = 100_000  # bounds the memory that a wrong label costs; ImageNet-21k has 21,841
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ArrowTable:
 
         ArrowTable(origin="birds/train.parquet", schema=schema, rows=900, read=lambda columns: iter(batches))
 
-    `read` is given column names and yields record batches or tables.
+    `read` takes column names and yields record batches or tables. `origin` is the table's name in error messages.
     """
 
     origin: str
@@ -47,27 +47,20 @@ class ArrowTable:
         )
 
     def class_names(self) -> list[str] | None:
-        """Return the class names that the Hugging Face metadata gives to the label column."""
-        metadata = (self.schema.metadata or {}).get(b"huggingface")
-        if metadata is None:
-            return None
+        """Return the class names that the Hugging Face metadata give to the label column, or None."""
         try:
-            found = json.loads(metadata)
+            found = json.loads((self.schema.metadata or {}).get(b"huggingface", b"{}"))
             for key in ("info", "features", self.column_called(LABEL_COLUMNS)):
                 found = found.get(key) or {}
-            names = found.get("names")
-            if names is None:
-                return None
-            if not isinstance(names, list) or not all(isinstance(name, str | int | float) for name in names):
-                raise TypeError(f"class names of type {type(names).__name__}")
-        except (ValueError, RecursionError, AttributeError, TypeError) as error:
+            names = msgspec.convert(found.get("names"), list[str | int | float] | None)
+        except (ValueError, RecursionError, AttributeError, msgspec.ValidationError) as error:
             raise PluresError(
-                f"the Hugging Face metadata of {self.origin} is not understood ({first_line(error)}): "
+                f"the Hugging Face metadata of {self.origin} are damaged ({first_line(error)}): "
                 "write the file again with datasets, or without metadata"
             ) from error
-        if len(names) > MOST_CLASSES:
+        if names is not None and len(names) > MOST_CLASSES:
             raise PluresError(f"{self.origin} has {len(names):,} classes, but at most {MOST_CLASSES:,} are possible")
-        return [str(name) for name in names]
+        return None if names is None else [str(name) for name in names]
 
     def cells(self, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Yield the cells of some columns, row by row."""
@@ -76,7 +69,7 @@ class ArrowTable:
             for batch in self.read(list(columns)):
                 rows += batch.num_rows
                 for row in zip(*(batch.column(name) for name in columns), strict=True):
-                    yield tuple(cell.as_py() for cell in row)  # one by one: a cell may be large, and repeated
+                    yield tuple(cell.as_py() for cell in row)  # one by one: a cell may be large and repeated
         except MemoryError as error:
             raise PluresError(f"{self.origin} has cells or pages that are too large for the free memory") from error
         except Exception as error:  # pyarrow raises nearly anything on damaged tables
@@ -85,7 +78,7 @@ class ArrowTable:
             raise PluresError(f"{self.origin} is damaged ({rows:,} rows instead of {self.rows:,}): copy it again")
 
     def labels(self) -> Iterator[Hashable]:
-        """Yield the label column as it stands in the table."""
+        """Yield the label column unchanged."""
         column = self.column_called(LABEL_COLUMNS)
         for (value,) in self.cells(column):
             if not isinstance(value, Hashable):
@@ -96,37 +89,13 @@ class ArrowTable:
             yield value
 
 
-@dataclass(frozen=True)
-class ArrowPictures:
-    """The pictures of one or more tables, in row order."""
-
-    tables: Sequence[ArrowTable]
-    codes: Mapping[Any, int]  # from what stands in the table to the class index
-
-    def __len__(self) -> int:
-        return sum(table.rows for table in self.tables)
-
-    def __iter__(self) -> Iterator[Picture]:
-        for table in self.tables:
-            columns = table.column_called(IMAGE_COLUMNS), table.column_called(LABEL_COLUMNS)
-            for row, (cell, value) in enumerate(table.cells(*columns)):
-                origin = f"row {row} of {table.origin}"
-                code = self.codes.get(value) if isinstance(value, Hashable) else None
-                if code is None:
-                    raise PluresError(
-                        f"{origin} has the label {value!r}, which is not one of the {len(self.codes)} classes: "
-                        "remove such rows"
-                    )
-                yield Picture(_encoded(cell, origin), code, origin)
-
-
 def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
-    """Find classes and pictures in tables.
+    """Find the classes and images of tables.
 
         arrow_contents({"train": [table], "test": [table]})
 
-    Class names come from the Hugging Face metadata; without it, words are classes in alphabetical order and numbers
-    are their own names.
+    Class names come from the Hugging Face metadata. Without them, strings are classes in alphabetical order, and
+    integers are their own names.
     """
     tables = [table for part in splits.values() for table in part]
     named = {table.origin: names for table in tables if (names := table.class_names()) is not None}
@@ -134,57 +103,31 @@ def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
     for other, its_names in others:
         if its_names != names:
             raise PluresError(f"{first} and {other} have different class names: write both with the same classes")
+    codes: dict[Any, int] = {}  # from a label of the tables to the index of its class
     if not named:
         values = {value for table in tables for value in table.labels()}
         names = sorted(value for value in values if isinstance(value, str))
-        if names:
-            return Contents(names, _coded(splits, {word: index for index, word in enumerate(names)}))
-        largest = max((value for value in values if isinstance(value, int)), default=-1)
+        codes = {word: index for index, word in enumerate(names)}
+        largest = -1 if names else max((value for value in values if isinstance(value, int)), default=-1)
         if largest >= MOST_CLASSES:
             raise PluresError(
-                f"{tables[0].origin} has the label {largest}, but labels are numbers from 0 to {MOST_CLASSES - 1:,}: "
+                f"{tables[0].origin} has the label {largest}, but labels are integers from 0 to {MOST_CLASSES - 1:,}: "
                 "number the classes 0, 1, 2 and so on"
             )
-        names = [str(index) for index in range(largest + 1)]
-    return Contents(names, _coded(splits, {index: index for index in range(len(names))}))
+        names = names or [str(index) for index in range(largest + 1)]
+    codes = codes or {index: index for index in range(len(names))}
+
+    def images(part: Sequence[ArrowTable]) -> Images:
+        return Images(sum(table.rows for table in part), lambda: _encoded_images(part, codes))
+
+    return Contents(names, {split: images(part) for split, part in splits.items()})
 
 
-def parquet_files(folder: Path) -> dict[str, list[Path]]:
-    """Find the Parquet files of a folder by split.
+def parquet_table(file: Path) -> ArrowTable:
+    """Open a Parquet file.
 
-        parquet_files(Path("birds"))  # {"train": [birds/train-00000-of-00001.parquet], "test": [birds/test.parquet]}
-
-    Empty when there are none. Files may also stand in the one subfolder that has any, as in a clone from the hub.
+    parquet_table(Path("birds/train.parquet")).rows
     """
-    files = _tables_in(folder)
-    if not files:
-        homes = [home for home in folders_in(folder) if _tables_in(home)]
-        if len(homes) > 1:
-            raise PluresError(
-                f"{folder} contains Parquet files in {', '.join(home.name for home in homes)}: give the path of one"
-            )
-        files = _tables_in(homes[0]) if homes else []
-    found: dict[str, list[Path]] = {}
-    for file in files:
-        # train.parquet, train-00000-of-00002.parquet, train_0.parquet
-        found.setdefault(_first_word(file), []).append(file)
-    return by_split(found, str(folder)) if found else {}
-
-
-def split_of_file(file: Path) -> str:
-    """Return the split that a single Parquet file is: test if its name says so, otherwise train.
-
-    split_of_file(Path("svhn/test.parquet"))  # "test"
-    """
-    return "train" if SPLIT_NAMES.get(_first_word(file).lower(), "train") == "train" else "test"
-
-
-def read_parquet(files: Mapping[str, Sequence[Path]]) -> Contents:
-    """Open Parquet files, split by split."""
-    return arrow_contents({split: [_parquet_table(file) for file in part] for split, part in files.items()})
-
-
-def _parquet_table(file: Path) -> ArrowTable:
     try:
         with pq.ParquetFile(ordinary(file)) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
@@ -204,30 +147,25 @@ def _parquet_table(file: Path) -> ArrowTable:
 def _largest_cell(metadata: pq.FileMetaData) -> int:
     """Return a bound on the bytes of one cell: no cell is larger than its column in a group of rows."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    return (
-        max(
-            (group.column(index).total_uncompressed_size for group in groups for index in range(metadata.num_columns)),
-            default=1,
-        )
-        or 1
-    )
+    columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
+    return max([1, *(int(column.total_uncompressed_size) for column in columns)])
 
 
-def _tables_in(folder: Path) -> list[Path]:
-    with reading(folder):
-        return sorted(file for file in folder.iterdir() if file.suffix == ".parquet")
-
-
-def _first_word(file: Path) -> str:
-    return re.split(r"[-_.]", file.name)[0]
-
-
-def _coded(splits: Mapping[str, Sequence[ArrowTable]], codes: Mapping[Any, int]) -> dict[str, ArrowPictures]:
-    return {split: ArrowPictures(part, codes) for split, part in splits.items()}
+def _encoded_images(tables: Sequence[ArrowTable], codes: Mapping[Any, int]) -> Iterator[EncodedImage]:
+    for table in tables:
+        columns = table.column_called(IMAGE_COLUMNS), table.column_called(LABEL_COLUMNS)
+        for row, (cell, value) in enumerate(table.cells(*columns)):
+            origin = f"row {row} of {table.origin}"
+            code = codes.get(value) if isinstance(value, Hashable) else None
+            if code is None:
+                raise PluresError(
+                    f"{origin} has the label {value!r}, which is not one of the {len(codes)} classes: remove the row"
+                )
+            yield EncodedImage(_encoded(cell, origin), code, origin)
 
 
 def _encoded(cell: object, origin: str) -> bytes:
-    """Return the bytes of an image cell: a struct of bytes and path, or plain bytes."""
+    """Return the bytes of an image cell, which is a struct of bytes and path, or bytes."""
     if isinstance(cell, Mapping):
         path = cell.get("path")
         if cell.get("bytes") is None and isinstance(path, str) and path:
@@ -242,7 +180,7 @@ def _encoded(cell: object, origin: str) -> bytes:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, to put into a sentence.
+    """Return the first line of an error message, for use in a sentence.
 
     first_line(OSError("no such file.\\nTry again."))  # "no such file"
     """

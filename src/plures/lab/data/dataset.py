@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from plures.checks import whole_number
 from plures.errors import PluresError
 from plures.files import digest
-from plures.lab.data.cache import CachedSplit, Survey, cache_folder, open_cache, survey
+from plures.lab.data.cache import CachedSplit, cache_folder, open_cache
 from plures.lab.data.sources import expanded, find_source
 from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, Rows, Split, balanced, stratified
 
@@ -29,7 +27,7 @@ class Data:
 
         data = open_data("cifar10", data_dir="data")
         data.train, data.validation, data.test           # each a Split: .images, .labels, len()
-        data.classes, data.channels, data.size, data.mean, data.std
+        data.info.classes, data.info.channels, data.info.size, data.info.mean, data.info.std
 
     A missing split is empty, but data for training always have test images. The fingerprint is a hash of all images and
     labels, of their preprocessing and of the choice of rows.
@@ -40,35 +38,6 @@ class Data:
     validation: Split
     test: Split
     fingerprint: str
-
-    @property
-    def classes(self) -> list[str]:
-        """The class names; a label is an index into them."""
-        return list(self.info.classes)
-
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour."""
-        return self.info.channels
-
-    @property
-    def size(self) -> int:
-        """Pixels per side of the network's input."""
-        return self.info.size
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of the training pixels per channel, where white is 1."""
-        return torch.tensor(self.info.mean)
-
-    @property
-    def std(self) -> Tensor:
-        """The standard deviation of the training pixels per channel, where white is 1."""
-        return torch.tensor(self.info.std)
-
-    def normalise(self, images: Tensor) -> Tensor:
-        """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width]."""
-        return self.info.normalise(images)
 
 
 def open_data(
@@ -104,23 +73,24 @@ def open_data(
         whole_number("limit", limit)
     if not math.isfinite(validation) or validation < 0 or (validation >= 1 and validation != int(validation)):
         raise PluresError(f"validation={validation}; use a fraction below 1 or a whole number of images, 0 or more")
-    cache = cache_folder(cache_dir)
+    _check_sizes(size, cache_size, like)
     folder = data_dir or os.environ.get("PLURES_DATA")
     source = find_source(name, expanded(folder) if folder else None)
-    seen = survey(source, cache)
-    size, cache_size, resize = _sizes(name, seen, size, cache_size, like)
-    channels = like.channels if like else 1 if seen.grey else 3
-    cached = open_cache(source, seen, cache, cache_size, channels)
+    stored_size, channels = (like.cache_size, like.channels) if like else (cache_size or size, None)
+    cached = open_cache(source, cache_folder(cache_dir), stored_size, channels)
+    entry, splits = cached.entry, cached.splits
 
-    nothing = _empty(cache_size, channels)
-    train, test = cached.get("train", nothing), cached.get("test", nothing)
+    nothing = _empty(entry.size, entry.channels)
+    train, test = splits.get("train", nothing), splits.get("test", nothing)
     train_rows, test_rows = _all(train), _all(test)
     if len(train_rows) and not len(test_rows):
         test, (train_rows, test_rows) = train, _hold_out(name, train.labels, everything=like is not None)
-    own_validation = cached.get("validation")
+    own_validation = splits.get("validation")
     train_rows, rows = _choose(name, train.labels, train_rows, limit, 0 if own_validation else validation, seed)
-    mean, std = (like.mean, like.std) if like else _mean_and_std(train.moments[train_rows], cache_size)
-    info = DataInfo(name, seen.classes, channels, size, cache_size, resize, mean, std)
+    mean, std = (like.mean, like.std) if like else _mean_and_std(train.moments[train_rows], entry.size)
+    size = like.size if like else size or entry.size
+    resize = stored_size is not None
+    info = DataInfo(name, entry.classes, entry.channels, size, entry.size, resize, mean, std)
     return Data(
         info=info,
         train=_split("train", info, train, train_rows),
@@ -128,36 +98,19 @@ def open_data(
         if own_validation
         else _split("validation", info, train, rows),
         test=_split("test", info, test, test_rows),
-        fingerprint=_fingerprint(f"{seen.content} {size} {cache_size} {channels}", train_rows, rows),
+        fingerprint=_fingerprint(f"{entry.content} {size} {entry.size} {entry.channels}", train_rows, rows),
     )
 
 
-def _sizes(
-    name: str, seen: Survey, size: int | None, cache_size: int | None, like: DataInfo | None
-) -> tuple[int, int, bool]:
-    """Return the pixels per side for the network and in the cache, and whether other sizes are brought to them."""
-    if like is not None:
-        if size is not None or cache_size is not None:
-            raise PluresError("open_data takes either a size or like=info, which already has one, but both were given")
-        return like.size, like.cache_size, True
-    if size is None:
-        if cache_size is not None:
-            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side of the network's input")
-        if seen.shortest != seen.longest:
-            raise PluresError(
-                f"the images of {name} are not all square and of one size (their sides have {seen.shortest} to "
-                f"{seen.longest} pixels): give a size, such as size={min(seen.shortest, 64)}"
-            )
-        if seen.shortest > MOST_PIXELS_PER_SIDE:
-            raise PluresError(
-                f"the images of {name} have {seen.shortest:,} pixels per side, but at most {MOST_PIXELS_PER_SIDE:,} "
-                "are possible: give a size"
-            )
-        return seen.shortest, seen.shortest, False
-    whole_number("size", size, most=MOST_PIXELS_PER_SIDE)
-    if cache_size is not None:
+def _check_sizes(size: int | None, cache_size: int | None, like: DataInfo | None) -> None:
+    if like is not None and (size is not None or cache_size is not None):
+        raise PluresError("open_data takes either a size or like=info, which already has one, but both were given")
+    if size is None and cache_size is not None:
+        raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side of the network's input")
+    if size is not None:
+        whole_number("size", size, most=MOST_PIXELS_PER_SIDE)
+    if size is not None and cache_size is not None:
         whole_number("cache_size", cache_size, least=size, most=MOST_PIXELS_PER_SIDE)
-    return size, cache_size or size, True
 
 
 def _hold_out(name: str, labels: Rows, everything: bool) -> tuple[Rows, Rows]:

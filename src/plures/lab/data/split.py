@@ -57,7 +57,7 @@ class DataInfo:
     def normalise(self, images: Tensor) -> Tensor:
         """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width].
 
-            inputs = data.normalise(torch.from_numpy(data.test.images[:8]))
+            inputs = data.info.normalise(torch.from_numpy(data.test.images[:8]))
 
         Subtracts the mean and divides by the standard deviation of the training images; the result is float32 in the
         channels_last memory format.

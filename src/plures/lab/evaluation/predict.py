@@ -10,7 +10,7 @@ import torch
 from plures.answers import ABSTAINED, Prediction
 from plures.errors import PluresError, visible
 from plures.lab.data import read_image
-from plures.lab.data.pictures import EXTENSIONS, pictures_below, reading
+from plures.lab.data.images import EXTENSIONS, images_below, reading
 from plures.lab.evaluation.evaluate import BATCH, device_of
 from plures.lab.runs.open import Run
 from plures.prediction import Predictor
@@ -43,7 +43,7 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
     for path in paths:
         try:
             with reading(path):
-                found = pictures_below(path) if path.is_dir() else [path]
+                found = images_below(path) if path.is_dir() else [path]
         except PluresError as error:
             yield Failure(visible(str(path)), str(error))
             continue

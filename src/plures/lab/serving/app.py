@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plures.errors import PluresError, visible
-from plures.lab.data.pictures import TooLarge
+from plures.lab.data.images import TooLarge
 from plures.lab.evaluation.predict import check_calibrated
 from plures.lab.runs.open import Run
 from plures.lab.serving.batching import Batcher, Model

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from plures.checks import number, whole_number
 from plures.errors import PluresError, visible
-from plures.lab.data.pictures import TooLarge, centre, decode, open_picture, to_pixels, to_square
+from plures.lab.data.images import TooLarge, centre, decode, open_image, to_pixels, to_square
 from plures.lab.data.split import DataInfo
 from plures.lab.evaluation.predict import Wanted
 
@@ -127,7 +127,7 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
 
 def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8]:
     """Decode an image and prepare it like the images of a data set."""
-    opened = open_picture(upload.encoded, upload.name)
+    opened = open_image(upload.encoded, upload.name)
     if opened.width * opened.height > limits.pixels:
         most = f"images may have at most {limits.pixels:,} pixels"
         raise TooLarge(f"{upload.name} is too large: {most}; make it smaller")

@@ -240,7 +240,7 @@ def train(
     """
     method_options(method_class(method), settings)  # complain before data is decoded
     data = data_for(recipe, data_dir)
-    network = network_for(recipe, len(data.classes), data.channels, data.size)
+    network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
     if recipe.weights is not None:
         network = with_weights(network, recipe.weights)
     ensemble = ensemble_for(recipe, method, settings, network, begun=RunFolder(run))
