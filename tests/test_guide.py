@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shlex
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,5 +83,7 @@ def test_the_commands_exist(page) -> None:
             assert set(re.findall(r"\w+", words[2])) <= set(extras), words
         elif words[:2] == ["python", "-c"]:
             compile(words[2], page, "exec")
+        elif words[:2] == ["python", "-m"]:
+            assert find_spec(words[2]), words
         else:
             parse(words[words.index("plures") + 1 :])

@@ -19,6 +19,7 @@ from PIL import Image
 from plures import PluresError, files
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
+from plures.lab.compare import costs
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
 from plures.lab.method_names import LOOKS, METHOD_NAMES, looks_of, method_class, takes
@@ -30,7 +31,6 @@ from plures.lab.runs.config import Made, describe, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.runs.schemas import RECORD
-from plures.lab.timing import costs
 from plures.lab.training.fit import train
 
 SMALL = replace(
