@@ -142,6 +142,7 @@ def test_some_members_are_read_without_the_others(saved, monkeypatch) -> None:
     monkeypatch.setattr("plures.storage.checksum", spy(plures.storage.checksum, read))
     part = plures.load(saved, network, members=[2, 0])
     assert part(IMAGES).equal(whole(IMAGES)[[0, 2]])
+    assert "only members [0, 2] loaded" in str(part)
     assert part.checkout(2)(IMAGES).equal(whole(IMAGES)[2])
     with safe_open(saved, "pt") as file:
         of_member_1 = [name for name in file.keys() if name.startswith("member 1/")]  # noqa: SIM118

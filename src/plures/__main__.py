@@ -2,10 +2,7 @@
 
 import sys
 
-try:
-    from plures.lab.cli.main import main
-except ModuleNotFoundError as error:  # the laboratory is optional, the library is not
-    sys.exit(f"plures: the command line needs {error.name}: pip install 'plures[lab]'")
+from plures.lab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

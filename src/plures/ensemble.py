@@ -168,11 +168,13 @@ class Ensemble(Predictor, ABC):
         return {**self.__dict__, "_opened": None}  # a copy has no part in the stages of this ensemble
 
     def _heading(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
+        return f"{type(self).__name__} of {self.given.name} ({options}): {self._how_far()}"
+
+    def _how_far(self) -> str:
         plan = self.plan()
         done = sum(step.committed for step in plan)
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
-        progress = "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
-        return f"{type(self).__name__} of {self.given.name} ({options}): {progress}"
+        return "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""

@@ -1,4 +1,4 @@
-"""The one error class of the library."""
+"""The error class of the library."""
 
 import unicodedata
 
@@ -21,6 +21,16 @@ class PluresError(Exception):
         text = str(message)
         half = LONGEST // 2
         super().__init__(visible(text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"))
+
+
+class MissingExtraError(PluresError, ModuleNotFoundError):
+    """A module needs packages that an extra of plures installs.
+
+    try:
+        import plures.sklearn
+    except ImportError as error:
+        print(error)  # names the extra
+    """
 
 
 def visible(text: str) -> str:

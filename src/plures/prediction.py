@@ -1,5 +1,6 @@
 """Prediction of classes or numbers, calibrated or not, member by member if needed."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -15,6 +16,8 @@ from plures.calling import Arguments, Lender, arguments, batch_of, chunks, refus
 from plures.checks import number
 from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
+
+log = logging.getLogger("plures")
 
 
 class Predictor(nn.Module):
@@ -34,6 +37,7 @@ class Predictor(nn.Module):
         self.loss: Loss = F.cross_entropy  # it says what the outputs mean
         self.calibration: Calibration | None = None
         self._lender: Lender[Any] = Lender()
+        self.register_load_state_dict_post_hook(_forget_calibration)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Accept the same inputs as `predict`: a tensor, a tuple of positional or a dict of named arguments."""
@@ -172,7 +176,23 @@ class Predictor(nn.Module):
             # Few layers take a batch of nothing: a sample of zeros shows the shape of the answer.
             one = Arguments(*(_like_one(part, batch) for part in rows_of(inputs, slice(None))))
             return classes_second(self._outputs([one], chosen), self.loss)[:, :0]
-        return classes_second(self._outputs(list(chunks(inputs, batch_size)), chosen), self.loss)
+        try:
+            outputs = self._outputs(list(chunks(inputs, batch_size)), chosen)
+        except RuntimeError as error:
+            self._refuse_other_dtype(inputs, error)
+            raise
+        return classes_second(outputs, self.loss)
+
+    def _refuse_other_dtype(self, inputs: Any, error: RuntimeError) -> None:
+        """Word the error of a network that was called with numbers of another precision than its own."""
+        args, kwargs = arguments(inputs)
+        given = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()}
+        own = {one.dtype for one in self.parameters() if one.is_floating_point()}
+        if given and own and not given & own:
+            name, wanted = (", ".join(sorted(map(str, kinds))) for kinds in (given, own))
+            raise PluresError(
+                f"the inputs are {name}, but the ensemble is {wanted}: convert one with .to(...)"
+            ) from error
 
     def _predict_until(
         self, inputs: Any, batch_size: int | None, abstain_below: float | None, until: float
@@ -227,6 +247,12 @@ class Predictor(nn.Module):
             return ClassCalibration.fit(members, torch.cat(truth), per_member)
         means, stds = (torch.cat([getattr(one, name).cpu() for one in answers]) for name in ("mean", "std"))
         return NumberCalibration.fit(means, stds, torch.cat(truth), len(members))
+
+
+def _forget_calibration(predictor: Predictor, _incompatible: object) -> None:
+    if predictor.calibration is not None:
+        predictor.calibration = None
+        log.warning("the calibration was of other weights than the loaded ones and is removed: call calibrate again")
 
 
 def joined(parts: list[tuple[Tensor, Prediction]], members: int) -> Prediction:

@@ -14,18 +14,22 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
 import plures
 from plures.checks import number, one_of, whole_number
 from plures.ensemble import Ensemble
-from plures.errors import PluresError
+from plures.errors import MissingExtraError, PluresError
 from plures.methods import METHODS
 from plures.stage import Stage
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+except ModuleNotFoundError as error:
+    raise MissingExtraError("plures.sklearn needs scikit-learn: pip install 'plures[sklearn]'") from error
 
 STEPS = 16  # per epoch, where the batch size is chosen by the number of rows
 LARGEST_BATCH = 200

@@ -64,11 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> "Command":
     """Turn words into a command; --help and wrong words end the program as argparse does."""
+    known = commands()
     from plures.checks import unknown
     from plures.lab.cli.shared import parse as parse_words
     from plures.lab.cli.shared import parse_with_recipe
 
-    known = commands()
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help", "--version"):
         print(_version() if name == "--version" else _overview(known))
@@ -82,8 +82,11 @@ def parse(arguments: Sequence[str]) -> "Command":
 
 
 def commands() -> dict[str, type[Any]]:
-    """Give the commands: each is a class in a file of its name; its fields are arguments, and its docstring is help."""
-    return {name: getattr(import_module(f"plures.lab.cli.{name}"), name.capitalize()) for name in COMMANDS}
+    """Return the commands: each is a class in a file of its name; its fields are arguments, its docstring is help."""
+    try:
+        return {name: getattr(import_module(f"plures.lab.cli.{name}"), name.capitalize()) for name in COMMANDS}
+    except ModuleNotFoundError as error:  # the lab is optional, the library is not
+        raise PluresError(f"the command line needs {error.name}: pip install 'plures[lab]'") from error
 
 
 def _overview(known: dict[str, type[Any]]) -> str:

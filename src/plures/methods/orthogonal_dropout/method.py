@@ -312,6 +312,9 @@ class OrthogonalDropout(Ensemble):
         stored = sum(file.expected_bytes(self._split).values())
         return [*file.role_lines(self._split), file_line(stored, self.given.nbytes)]
 
+    def _how_far(self) -> str:
+        return super()._how_far() if self._loaded is None else f"only members {self._loaded} loaded"
+
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
         return self._progress.as_tensor()
