@@ -12,7 +12,7 @@ import networks
 import plures
 from plures import PluresError, metrics
 from plures.ensemble import Ensemble
-from plures.lab.data import Data, DataInfo, Split
+from plures.lab.data import Data, DataInfo, DataSplit
 from plures.lab.evaluation.corruptions import CORRUPTIONS
 from plures.lab.evaluation.evaluate import (
     engine_of,
@@ -50,9 +50,9 @@ class Brightness(Ensemble):
         return {}
 
 
-def split(name: str, images: np.ndarray, info: DataInfo = INFO) -> Split:
+def split(name: str, images: np.ndarray, info: DataInfo = INFO) -> DataSplit:
     labels = (images.mean(axis=(1, 2, 3)) > 127.5).astype(np.int64)
-    return Split(name, info, images, np.arange(len(images)), labels)
+    return DataSplit(name, info, images, np.arange(len(images)), labels)
 
 
 def data(count: int = 600, validation: int = 100, low: int = 0, high: int = 256) -> Data:
@@ -128,7 +128,7 @@ def test_images_that_are_larger_in_the_cache_are_cut_to_their_middle() -> None:
     info = DataInfo("framed", ("dark", "bright"), 1, 4, 8, True, (0.5,), (0.25,))
     images = np.zeros((3, 8, 8, 1), np.uint8)
     images[:, 2:6, 2:6] = 255
-    framed = Split("test", info, images, np.arange(3), np.ones(3, np.int64))
+    framed = DataSplit("test", info, images, np.arange(3), np.ones(3, np.int64))
     members, targets = predictions(Brightness([0.0]), framed)
     assert scores(members, targets)["accuracy"] == 1.0
 

@@ -184,7 +184,7 @@ def test_a_network_that_no_memory_has_room_for_is_not_drawn(monkeypatch: pytest.
     monkeypatch.setattr(
         nn.init, "kaiming_normal_", lambda tensor, **_: tensor if tensor.is_meta else pytest.fail("drawn")
     )
-    with pytest.raises(PluresError, match="'mlp' of this width and size takes .* and this machine has"):
+    with pytest.raises(PluresError, match="'mlp' of this width and size takes .* but this machine has"):
         build("mlp", classes=10, channels=1, size=8, width=1 << 16)
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import plures
 from forked import start, told_to
 from plures import PluresError
-from plures.lab.data import Data, DataInfo, Split
+from plures.lab.data import Data, DataInfo, DataSplit
 from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs import config as config_module
 from plures.lab.runs.folder import RunFolder
@@ -55,7 +55,7 @@ def make_data(train=64, validation=20, seed=0):
         labels = random.integers(CLASSES, size=count)
         pixels = random.integers(0, 160, size=(count, SIZE, SIZE, 3), dtype=np.uint8)
         pixels[np.arange(count), 1 + 2 * labels] += 80
-        return Split(name, info, pixels, np.arange(count), labels)
+        return DataSplit(name, info, pixels, np.arange(count), labels)
 
     return Data(info, split("train", train), split("validation", validation), split("test", 300), f"stripes {seed}")
 

@@ -22,7 +22,7 @@ from plures.lab.compare.compare import refuse_others
 from plures.lab.compare.costs import Costs, costs_of
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.rows import Finished
-from plures.lab.data import DataInfo, Split
+from plures.lab.data import DataInfo, DataSplit
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe, get_recipe
@@ -91,14 +91,14 @@ def held_out_figures(folder: Path, data_dir: Path | None) -> dict[str, Any]:
     return scores(members, targets) | {"bytes": (folder / "ensemble.safetensors").stat().st_size}
 
 
-def held_out_images(run: Run, data_dir: Path | None) -> Split:
+def held_out_images(run: Run, data_dir: Path | None) -> DataSplit:
     """Return the training images that a run did not train on: those for validation, and those beyond its limit."""
     used = run.data(data_dir)
     every = data_for(replace(run.recipe, limit=None, validation=0), data_dir).train
     rest = np.flatnonzero(~np.isin(every.rows, used.train.rows))[:MOST]
     if not len(rest):  # the data bring validation images of their own
         return used.validation
-    return Split("held-out", used.info, every.pixels, every.rows[rest], every.labels[rest])
+    return DataSplit("held-out", used.info, every.pixels, every.rows[rest], every.labels[rest])
 
 
 def keep_costs(job: Job, data_dir: Path | None) -> None:

@@ -5,13 +5,14 @@ This module does not import torch, so that the command line lists recipes at onc
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
 
 from plures.checks import unknown
 from plures.errors import PluresError
+from plures.lab.fields import check_fields
 from plures.lab.method_names import facts
 
 Side = Annotated[int, Meta(ge=1, le=1 << 16)]  # pixels or channels: more is a mistake
@@ -38,7 +39,7 @@ class Epochs:
     train: Length = 200  # epochs of methods without these phases
 
     def __post_init__(self) -> None:
-        _check_types(self, Epochs, "epochs.")
+        check_fields(self, Epochs, "epochs.")
 
     def of(self, phase: str) -> int:
         """Return the epochs of one phase."""
@@ -100,7 +101,7 @@ class Recipe:
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0  # the seed of all random numbers
 
     def __post_init__(self) -> None:
-        _check_types(self, Recipe)
+        check_fields(self, Recipe)
         if self.nesterov and not self.momentum:
             raise PluresError("nesterov is True, but momentum is 0: give a momentum above 0")
         if not _rising(self.milestones):
@@ -137,22 +138,6 @@ class Recipe:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise PluresError(f"the recipe does not make sense: {error}") from error
-
-
-def _check_types(settings: Any, kind: type, prefix: str = "") -> None:
-    """Raise an error that names all settings of a wrong type or out of bounds."""
-    wrong = []
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        value = getattr(settings, name)
-        try:
-            msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
-            accepted = str(error).replace("Expected ", "").replace("`", "")
-            if get_origin(hint) is Literal:
-                accepted = f"one of {', '.join(get_args(hint))}"
-            wrong.append(f"{prefix}{name} is {value!r:.60}, but must be {accepted}")
-    if wrong:
-        raise PluresError("; ".join(wrong))
 
 
 def get_recipe(name: str) -> Recipe:

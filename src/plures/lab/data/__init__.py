@@ -10,13 +10,13 @@ for images, labels in batches(data.train, 128, seed=0, epoch=3, augment=Augment(
 from plures.lab.data.cache import cache_folder
 from plures.lab.data.dataset import Data, open_data
 from plures.lab.data.images import read_image
-from plures.lab.data.split import Augment, DataInfo, Split, batches, steps
+from plures.lab.data.split import Augment, DataInfo, DataSplit, batches, steps
 
 __all__ = [
     "Augment",
     "Data",
     "DataInfo",
-    "Split",
+    "DataSplit",
     "batches",
     "cache_folder",
     "open_data",

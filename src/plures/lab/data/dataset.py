@@ -14,9 +14,9 @@ from plures.errors import PluresError
 from plures.files import digest
 from plures.lab.data.cache import CachedSplit, cache_folder, open_cache
 from plures.lab.data.sources import expanded, find_source
-from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, Rows, Split, balanced, stratified
+from plures.lab.data.split import MOST_PIXELS_PER_SIDE, DataInfo, DataSplit, Rows, balanced, stratified
 
-HELD_OUT = 0.2  # of the training images, where there are no test images
+HELD_OUT = 0.2  # of the training images, if there are no test images
 
 log = logging.getLogger("plures")
 
@@ -26,7 +26,7 @@ class Data:
     """A data set, ready to train on.
 
         data = open_data("cifar10", data_dir="data")
-        data.train, data.validation, data.test           # each a Split: .images, .labels, len()
+        data.train, data.validation, data.test           # each a DataSplit: .images, .labels, len()
         data.info.classes, data.info.channels, data.info.size, data.info.mean, data.info.std
 
     A missing split is empty, but data for training always have test images. The fingerprint is a hash of all images and
@@ -34,9 +34,9 @@ class Data:
     """
 
     info: DataInfo
-    train: Split
-    validation: Split
-    test: Split
+    train: DataSplit
+    validation: DataSplit
+    test: DataSplit
     fingerprint: str
 
 
@@ -150,8 +150,8 @@ def _mean_and_std(moments: npt.NDArray[np.int64], side: int) -> tuple[list[float
     return (mean / 255).tolist(), (np.where(std > 0, std, 255) / 255).tolist()
 
 
-def _split(name: str, info: DataInfo, cached: CachedSplit, rows: Rows) -> Split:
-    return Split(name, info, cached.images, rows, cached.labels[rows])
+def _split(name: str, info: DataInfo, cached: CachedSplit, rows: Rows) -> DataSplit:
+    return DataSplit(name, info, cached.images, rows, cached.labels[rows])
 
 
 def _all(cached: CachedSplit) -> Rows:

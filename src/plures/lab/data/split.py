@@ -1,17 +1,19 @@
 """One split of a data set: its rows, their preprocessing, and augmented batches."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.nn import functional as F
 
 from plures.checks import whole_number
 from plures.errors import PluresError
+from plures.lab.fields import check_fields
 from plures.seeding import derived_seed, permutation
 
 Rows = npt.NDArray[np.int64]
@@ -21,7 +23,7 @@ LOG_ASPECT = 0.28768207  # log(4/3): random resized crops are between 3:4 and 4:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """How the pictures of a data set are prepared: enough to prepare others in the same way.
+    """How the images of a data set are prepared: enough to prepare other images in the same way.
 
         info = data.info
         json.dumps(dataclasses.asdict(info))            # goes into a run folder ...
@@ -33,26 +35,22 @@ class DataInfo:
 
     name: str
     classes: Sequence[str]
-    channels: int
-    size: int  # pixels per side that the network sees
+    channels: Annotated[int, Meta(ge=1, le=3)]
+    size: Annotated[int, Meta(ge=1, le=MOST_PIXELS_PER_SIDE)]  # pixels per side that the network sees
     cache_size: int  # pixels per side in the cache; larger than `size` leaves room for random crops
-    resize: bool  # whether pictures of other sizes are brought to `size`
-    mean: Sequence[float]
-    std: Sequence[float]
+    resize: bool  # whether images of other sizes are resized
+    mean: Sequence[Annotated[float, Meta(ge=-1e300, le=1e300)]]
+    std: Sequence[Annotated[float, Meta(gt=0, le=1e300)]]
 
     def __post_init__(self) -> None:
-        # JSON gives lists back; tuples make equal values equal again.
-        for field in ("classes", "mean", "std"):
+        for field in ("classes", "mean", "std"):  # JSON has lists, which are not equal to tuples
             object.__setattr__(self, field, tuple(getattr(self, field)))
-        whole_number("size", self.size, most=MOST_PIXELS_PER_SIDE)
+        check_fields(self, DataInfo)
         whole_number("cache_size", self.cache_size, least=self.size, most=MOST_PIXELS_PER_SIDE)
-        whole_number("channels", self.channels, most=3)
         for field in ("mean", "std"):
             values = getattr(self, field)
-            if len(values) not in (0, self.channels) or not all(map(_is_number, values)):
+            if len(values) not in (0, self.channels):
                 raise PluresError(f"{field} must have a number for each of the {self.channels} channels, not {values}")
-        if not all(isinstance(name, str) for name in self.classes) or 0 in self.std:
-            raise PluresError("class names must be strings, and standard deviations above 0")
 
     def normalise(self, images: Tensor) -> Tensor:
         """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width].
@@ -82,17 +80,17 @@ class DataInfo:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class DataSplit:
     """The train, validation or test part of a data set.
 
         len(data.test), data.test.images[0], data.test.labels[0]
 
-    `pixels` is the memory map of all that was decoded together, and `rows` says what of it belongs to the split.
+    `pixels` is the memory map of all images that were decoded together, and `rows` are those of the split.
     """
 
     name: str
     info: DataInfo
-    pixels: npt.NDArray[np.uint8]  # [pictures, height, width, channels]
+    pixels: npt.NDArray[np.uint8]  # [images, height, width, channels]
     rows: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]  # one per row of the split
 
@@ -101,20 +99,20 @@ class Split:
 
     @property
     def images(self) -> npt.NDArray[np.uint8]:
-        """The pictures, [N, height, width, channels]: the memory map itself, or a copy where only some are taken."""
+        """The images, [N, height, width, channels]: the memory map itself, or a copy if only some rows are used."""
         if np.array_equal(self.rows, np.arange(len(self.pixels))):
             return self.pixels
         return self.pixels[self.rows]
 
     def seen(self, chosen: slice | Rows) -> npt.NDArray[np.uint8]:
-        """Give what the network sees of some pictures, [N, size, size, channels]: the middle of what is cached."""
+        """Return the network's view of some images, [N, size, size, channels]: the middle of what is cached."""
         margin = (self.info.cache_size - self.info.size) // 2
         middle = slice(margin, margin + self.info.size)
         return self.pixels[self.rows[chosen]][:, middle, middle]
 
 
 def stratified(labels: Rows, count: int, seed: int) -> Rows:
-    """Choose `count` rows so that every class gives the same fraction, in ascending order."""
+    """Return `count` random rows in ascending order, the same fraction of every class."""
     shuffled = permutation(len(labels), "stratified", seed)
     place, size = _places(labels[shuffled])
     # The middle of a row's place on the way through its class, from 0 to 1.
@@ -122,14 +120,14 @@ def stratified(labels: Rows, count: int, seed: int) -> Rows:
 
 
 def balanced(labels: Rows, count: int, seed: int) -> Rows:
-    """Choose `count` rows, equally many of each class as far as the classes reach, in ascending order."""
+    """Return `count` random rows in ascending order, equally many of every class as far as possible."""
     shuffled = permutation(len(labels), "balanced", seed)
     place, _ = _places(labels[shuffled])
     return _first(shuffled, place, count)
 
 
 def _places(labels: Rows) -> tuple[Rows, Rows]:
-    """Return for every row how many rows of its class stand before it, and how many there are in all."""
+    """Return for every row how many rows of its class come before it, and how many there are in total."""
     grouped = np.argsort(labels, kind="stable")
     _, starts, sizes = np.unique(labels[grouped], return_index=True, return_counts=True)
     place, size = np.empty_like(labels), np.empty_like(labels)
@@ -141,10 +139,6 @@ def _places(labels: Rows) -> tuple[Rows, Rows]:
 def _first(rows: Rows, keys: npt.NDArray[np.float64] | Rows, count: int) -> Rows:
     """Return the rows of the smallest keys; of equal keys the earlier row, which is a random one in a shuffled list."""
     return np.sort(rows[np.argsort(keys, kind="stable")[:count]])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ def _crops(images: Tensor, size: int, padding: int, mirrored: Tensor, generator:
     inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]
     image = torch.arange(batch)[:, None, None] * (height * width)
     pixel = image + y[:, :, None] * width + x[:, None, :]
-    # One table of all pixels with a zero at the end, which stands for everything outside: a single gather does it all.
+    # One table of all pixels, with a zero at the end for everything outside: a single gather does it all.
     pixel = pixel.masked_fill_(~inside, batch * height * width).to(images.device)
     table = F.pad(images.permute(0, 2, 3, 1).reshape(-1, channels), (0, 0, 0, 1))
     return table.index_select(0, pixel.view(-1)).view(batch, size, size, channels).permute(0, 3, 1, 2)
@@ -231,7 +225,7 @@ def _resized_crops(
 
 
 def batches(
-    split: Split,
+    split: DataSplit,
     batch_size: int,
     *,
     seed: int = 0,
@@ -249,7 +243,7 @@ def batches(
         for images, labels in batches(data.test, 500, shuffle=False): ...  # the last, smaller batch is kept
 
     Order and augmentation depend on seed, epoch, rank and world alone. Of `world` processes, each takes every world-th
-    sample, `batch_size` at a time; where `world` does not divide the number of samples, the order wraps around to its
+    sample, `batch_size` at a time. If `world` does not divide the number of samples, the order wraps around to its
     start, so that all take equally many steps: to gather results from all ranks, interleave them and keep the first
     `len(split)`. Without `augment`, images that are larger in the cache are cut to their middle.
     """
@@ -262,7 +256,7 @@ def batches(
     return _generate(split, share[: count * batch_size], batch_size, augment, generator, torch.device(device))
 
 
-def steps(split: Split, batch_size: int, *, drop_last: bool = False, world: int = 1) -> int:
+def steps(split: DataSplit, batch_size: int, *, drop_last: bool = False, world: int = 1) -> int:
     """Return how many batches one process takes per epoch."""
     if not len(split):
         raise PluresError(f"{split.info.name} has no {split.name} images: give data with a {split.name} split")
@@ -278,7 +272,7 @@ def steps(split: Split, batch_size: int, *, drop_last: bool = False, world: int 
 
 
 def _generate(
-    split: Split,
+    split: DataSplit,
     order: Rows,
     batch_size: int,
     augment: Augment | None,

@@ -13,7 +13,7 @@ from plures import metrics
 from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.data import Data, Split
+from plures.lab.data import Data, DataSplit
 from plures.lab.evaluation.corruptions import CORRUPTIONS, SEVERITIES
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.prediction import Predictor
@@ -106,7 +106,7 @@ def evaluate_ood(ensemble: Ensemble, data: Data, unfamiliar: Data) -> list[dict[
     return told_apart(inside, outside)
 
 
-def evenly(split: Split, most: int) -> Split:
+def evenly(split: DataSplit, most: int) -> DataSplit:
     """Take at most so many rows of a split, evenly over all of it, so that every class keeps its share."""
     if len(split) <= most:
         return split
@@ -135,7 +135,7 @@ def told_apart(inside: Tensor, outside: Tensor) -> list[dict[str, Any]]:
 
 
 def predictions(
-    ensemble: Ensemble, split: Split, spoil: Spoil | None = None, *, predictor: Predictor | None = None
+    ensemble: Ensemble, split: DataSplit, spoil: Spoil | None = None, *, predictor: Predictor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Predict a whole split: probabilities [members, samples, classes] and labels [samples], on the CPU.
 
@@ -169,7 +169,7 @@ def device_of(ensemble: Ensemble) -> torch.device:
     return next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
 
 
-def _inputs(split: Split, spoil: Spoil | None) -> Iterator[Tensor]:
+def _inputs(split: DataSplit, spoil: Spoil | None) -> Iterator[Tensor]:
     """Yield what the network takes, block by block: the middle of the cached images, corrupted or not."""
     info = split.info
     block = max(BATCH, BLOCK // (4 * info.channels * info.size**2))

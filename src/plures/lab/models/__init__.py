@@ -1,4 +1,4 @@
-"""Network architectures, as plain functions that return modules, and how a name becomes one of them."""
+"""Network architectures: functions that return modules, and the names that recipes give to them."""
 
 import inspect
 import math
@@ -25,11 +25,14 @@ from plures.lab.models.resnet import (
 __all__ = ["build", "mlp", "resnet8", "resnet18", "resnet20", "resnet50", "wide_resnet", "wide_resnet28_10"]
 
 
-SEVERAL = 4  # weights, gradients, momentum and a copy: what training takes at least
+COPIES = 4  # weights, gradients, momentum and a copy: the least that training needs
 
 
 def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
-    """Make `depth` hidden layers of `width` units for images of size x size pixels."""
+    """Return a network with `depth` hidden layers of `width` units, for images of size x size pixels.
+
+    network = mlp(classes=10, channels=1, size=8)
+    """
     check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = channels * size * size
@@ -43,7 +46,7 @@ def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth:
 
 
 def _accepted(model: str, function: Callable[..., nn.Module], options: dict[str, object]) -> dict[str, object]:
-    """Choose the options that a function accepts besides `classes` and `channels`, which it must accept."""
+    """Return the options that a function accepts besides `classes` and `channels`, which it must accept."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -61,13 +64,13 @@ def _accepted(model: str, function: Callable[..., nn.Module], options: dict[str,
 
 
 def _check_memory(model: str, sketch: nn.Module) -> None:
-    """Refuse a network that this machine cannot train: the system would end the process without a word."""
-    needed = SEVERAL * sum(parameter.nbytes for parameter in sketch.parameters())
+    """Raise an error if this machine has too little memory: the system would kill the process without a message."""
+    needed = COPIES * sum(parameter.nbytes for parameter in sketch.parameters())
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     if needed > there:
         raise PluresError(
-            f"the model {model!r} of this width and size takes {needed:,} bytes with its gradients, and this machine "
-            f"has {there:,}: make it narrower, or its images smaller"
+            f"training the model {model!r} of this width and size takes {needed:,} bytes, but this machine "
+            f"has {there:,}: choose a smaller width, or smaller images"
         )
 
 
@@ -78,7 +81,7 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(model: str, classes: int, channels: int, **options: object) -> nn.Module:
-    """Make a network from a built-in name or from any importable `module:function`.
+    """Return a network by its built-in name or by any importable `module:function`.
 
         build("resnet18", classes=10, channels=3, width=16)
         build("mypackage.networks:small", classes=10, channels=3, size=32)
@@ -92,10 +95,10 @@ def build(model: str, classes: int, channels: int, **options: object) -> nn.Modu
     chosen = _accepted(model, function, options)
     try:
         if not is_code(model):
-            with torch.device("meta"):  # where weights take no memory
+            with torch.device("meta"):  # on which weights take no memory
                 _check_memory(model, function(classes=classes, channels=channels, **chosen))
         network = function(classes=classes, channels=channels, **chosen)
-    except (RuntimeError, MemoryError) as error:  # a network that memory has no room for, for example
+    except (RuntimeError, MemoryError) as error:  # such as too little memory
         raise PluresError(f"the model {model!r} cannot be built: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(network, nn.Module):
         raise PluresError(f"the model {model!r} must return a torch.nn.Module, but returned {type(network).__name__}")

@@ -1,6 +1,6 @@
-"""Residual networks (He et al., 2016), and wide ones (Zagoruyko and Komodakis, 2016), which activate first.
+"""Residual networks (He et al., 2016), and wide ones with pre-activation (Zagoruyko and Komodakis, 2016).
 
-Modules and tensors have the names that torchvision gives them, so that its weights can be loaded.
+Modules and tensors have the same names as in torchvision, so that its weights can be loaded.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Stem = Literal["cifar", "imagenet"]
 
 
 def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
-    """Make the first convolution and the pooling after it.
+    """Return the first convolution and the pooling layer after it.
 
     "cifar" keeps small images at their size (3x3, no pooling); "imagenet" divides the sides by four (7x7 stride 2,
     then 3x3 maximum stride 2).
@@ -28,14 +28,14 @@ def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Mo
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse numbers below one."""
+    """Raise an error for numbers below one."""
     for name, value in sizes.items():
         if value < 1:
             raise PluresError(f"{name} must be a whole number of at least 1, but is {value}")
 
 
 def kaiming_init(network: nn.Module) -> None:
-    """Draw convolution weights as He et al. (2015) do, so that gradients keep their scale through ReLUs."""
+    """Initialise convolutions as in He et al. (2015), so that gradients keep their scale through ReLUs."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -46,11 +46,11 @@ class BasicBlock(nn.Module):
 
         BasicBlock(inputs=64, width=128, stride=2)
 
-    `between` stands before conv2 and does nothing: it is a place for a dropout layer.
+    `between` is an identity before conv2, in which a dropout layer can be put.
     """
 
     expansion = 1
-    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
+    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the convolved images to the shortcut."""
+        """Return the sum of the convolutions and the shortcut."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(self.between(out)))
         return self.relu(out + self.downsample(x))  # type: ignore[no-any-return]
@@ -74,11 +74,11 @@ class Bottleneck(nn.Module):
 
         Bottleneck(inputs=256, width=64, stride=1)
 
-    `between` stands before conv2 and does nothing: it is a place for a dropout layer.
+    `between` is an identity before conv2, in which a dropout layer can be put.
     """
 
     expansion = 4
-    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
+    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the convolved images to the shortcut."""
+        """Return the sum of the convolutions and the shortcut."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(self.between(out))))
         out = self.bn3(self.conv3(out))
@@ -104,7 +104,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A stem, stages of residual blocks that halve the image and double the width, mean pooling and a classifier."""
 
-    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
+    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ResNet(nn.Module):
 
 
 def resnet8(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
-    """Make the smallest CIFAR ResNet: three stages of one block.
+    """Return the smallest CIFAR ResNet: three stages of one block.
 
     78,042 parameters for 10 classes.
     """
@@ -150,7 +150,7 @@ def resnet8(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifa
 
 
 def resnet20(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
-    """Make the CIFAR ResNet of 20 layers: three stages of three blocks.
+    """Return the CIFAR ResNet of 20 layers: three stages of three blocks.
 
     272,474 parameters for 10 classes: 2,752 more than in the paper (269,722), because shortcuts that change the width
     are 1x1 convolutions with batch norm (the paper's option B), as in all other networks here, not padding (option A).
@@ -159,7 +159,7 @@ def resnet20(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cif
 
 
 def resnet18(classes: int, channels: int = 3, width: int = 64, stem: Stem = "cifar") -> ResNet:
-    """Make a ResNet of 18 layers: four stages of two blocks.
+    """Return a ResNet of 18 layers: four stages of two blocks.
 
     network = resnet18(classes=10)             # 11,173,962 parameters
     network = resnet18(classes=10, width=16)   # quarter width, a sixteenth of the weights
@@ -168,9 +168,9 @@ def resnet18(classes: int, channels: int = 3, width: int = 64, stem: Stem = "cif
 
 
 def resnet50(classes: int, channels: int = 3, width: int = 64, stem: Stem = "imagenet") -> ResNet:
-    """Make a ResNet of 50 layers: four stages of bottleneck blocks.
+    """Return a ResNet of 50 layers: four stages of bottleneck blocks.
 
-    network = resnet50(classes=200)   # 23,508,032 parameters and the classifier
+    network = resnet50(classes=200)   # 23,508,032 parameters, without the classifier
     """
     return ResNet(Bottleneck, [3, 4, 6, 3], classes, channels, width, stem)
 
@@ -186,10 +186,10 @@ class PreActivationBlock(nn.Module):
 
         PreActivationBlock(inputs=160, width=320, stride=2)
 
-    `between` stands before conv2 and does nothing: it is a place for a dropout layer.
+    `between` is an identity before conv2, in which a dropout layer can be put.
     """
 
-    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
+    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -203,18 +203,18 @@ class PreActivationBlock(nn.Module):
         self.shortcut = nn.Conv2d(inputs, width, 1, stride, bias=False) if self.changes_shape else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the convolved images to the shortcut."""
+        """Return the sum of the convolutions and the shortcut."""
         activated = self.relu(self.bn1(x))
         out = self.relu(self.bn2(self.conv1(activated)))
         out = self.conv2(self.between(out))
-        # A shortcut that must change the shape starts from the activated images, as in the authors' code.
+        # A shortcut that changes the shape starts after the activation, as in the authors' code.
         return out + self.shortcut(activated if self.changes_shape else x)  # type: ignore[no-any-return]
 
 
 class WideResNet(nn.Module):
     """A stem, three stages of pre-activation blocks, mean pooling and a classifier."""
 
-    traceable = True  # to the engine that trains: forward calls layers and adds, and does nothing else
+    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(self, depth: int, widen: int, classes: int, channels: int, width: int, stem: Stem) -> None:
         super().__init__()
@@ -241,15 +241,15 @@ class WideResNet(nn.Module):
 def wide_resnet(
     classes: int, channels: int = 3, depth: int = 28, widen: int = 10, width: int = 16, stem: Stem = "cifar"
 ) -> WideResNet:
-    """Make a wide ResNet of any depth (6 n + 4).
+    """Return a wide ResNet of any depth (6 n + 4).
 
-    The three stages have width x widen channels, twice and four times as many.
+    The three stages have 1, 2 and 4 times width x widen channels.
     """
     return WideResNet(depth, widen, classes, channels, width, stem)
 
 
 def wide_resnet28_10(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> WideResNet:
-    """Make the wide ResNet that papers compare on CIFAR.
+    """Return the wide ResNet that papers compare on CIFAR.
 
     network = wide_resnet28_10(classes=10)   # 36,479,194 parameters
     """
@@ -257,7 +257,7 @@ def wide_resnet28_10(classes: int, channels: int = 3, width: int = 16, stem: Ste
 
 
 def wide_resnet10_2(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> WideResNet:
-    """Make the smallest wide ResNet, for machines without a GPU."""
+    """Return the smallest wide ResNet, for machines without a GPU."""
     return WideResNet(10, 2, classes, channels, width, stem)
 
 

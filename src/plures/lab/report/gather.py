@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plures import metrics
 from plures.lab.compare.rows import Row
-from plures.lab.data import Split
+from plures.lab.data import DataSplit
 from plures.lab.evaluation.evaluate import engine_of, fastest, predictions
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
@@ -139,7 +139,7 @@ def with_accuracy(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, An
     return known[0] or known[1]
 
 
-def _picture(test: Split, members: Tensor, targets: Tensor, number: int) -> Picture:
+def _picture(test: DataSplit, members: Tensor, targets: Tensor, number: int) -> Picture:
     names = test.info.classes
     answers = members[:, number]
     confidences, votes = answers.max(-1)

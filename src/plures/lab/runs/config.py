@@ -22,12 +22,12 @@ from plures.version import __version__
 
 FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
-DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is for people, and decides nothing
+DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is information
 
 
 @dataclass(frozen=True)
 class Made:
-    """The words that a run was made with: they name its row in a table, and make it again."""
+    """The arguments of the command line that a run was trained with: they label its row in a table."""
 
     method: str  # as on the command line
     settings: tuple[str, ...] = ()  # of --set
@@ -37,13 +37,13 @@ class Made:
 def describe(
     ensemble: Ensemble, data: Data, recipe: Recipe, precision: str, made: Made | None = None
 ) -> dict[str, Any]:
-    """Put everything that decides about the result of a run into JSON values.
+    """Return everything that affects the result of a run as JSON values.
 
         config = describe(ensemble, data, recipe, precision="bf16")
         config["method"], config["recipe"]["seed"], config["data"]["fingerprint"]
 
-    It names no machine and no path, so that runs of different machines can be compared. `precision` is what the
-    recipe's came to on this device.
+    It contains no machine and no path, so that runs of different machines can be compared. `precision` is the one that
+    is used on this device.
     """
     config = {
         "format": FORMAT,
@@ -60,20 +60,20 @@ def describe(
 
 
 def environment() -> dict[str, str | None]:
-    """Name the versions that a run depends on."""
+    """Return the versions that a run depends on."""
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {"plures": __version__, "python": platform.python_version(), **versions, "git": _git_commit()}
 
 
 def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
-    """Give the words that a run was made with.
+    """Return the arguments that a run was trained with.
 
-    Older versions did not store them: there, the settings are all options that differ from the constructor's defaults.
-    A default of None is left to the network, and such an option is named only where it must be `exact`.
+    Older versions did not store them. For their runs, the settings are all options that differ from the constructor's
+    defaults. An option with the default None depends on the network, and is included only if `exact`.
     """
     made = config.get("made")
     if made is not None:
-        return Made(made["method"], tuple(made["settings"]), made["recipe"])
+        return Made(made["method"], tuple(made["settings"]), made.get("recipe"))
     method = kebab(config["method"])
     usual = inspect.signature(method_class(method)).parameters
     special = {
@@ -117,7 +117,7 @@ def train_words(
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say where two configurations differ, in what decides about the result.
+    """Return the differences between two configurations that affect the result.
 
     >>> differences({"recipe": {"seed": 0}}, {"recipe": {"seed": 1}, "environment": {"torch": "2.6"}})
     ['recipe.seed was 0 and is 1']
@@ -133,7 +133,7 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say in which versions two configurations differ; the number of threads is kept, and does not count.
+    """Return the versions in which two configurations differ; the number of threads does not count.
 
     >>> new_environment({"environment": {"torch": "2.6", "threads": 1}}, {"environment": {"torch": "2.7"}})
     ['torch was 2.6 and is 2.7']
@@ -156,7 +156,7 @@ def _short(value: Any, most: int = 60) -> str:
 
 
 def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Give nested values one name each.
+    """Return nested values in one dictionary, with dots in their names.
 
     >>> flat_values({"epochs": {"train": 30}, "seed": 0})
     {'epochs.train': 30, 'seed': 0}
@@ -175,14 +175,14 @@ def _option(key: str, value: Any) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """Write a value as the command line reads it: sequences and mappings as words one after the other."""
+    """Return a value as the command line reads it: sequences and mappings as words, one after the other."""
     if isinstance(value, Mapping):
         return " ".join(f"{key} {one}" for key, one in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _git_commit() -> str | None:
-    """Name the commit of the code, with `-dirty` where files have changed since; None outside of a repository."""
+    """Return the commit of the code, with `-dirty` if files have changed since, or None outside of a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
