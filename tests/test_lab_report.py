@@ -162,9 +162,9 @@ def test_nothing_is_loaded_from_anywhere(html: str) -> None:
     for tag, attributes in Page(html).elements:
         for name in ("src", "href", "xlink:href", "srcset", "data", "poster", "action"):
             address = attributes.get(name)
-            assert address is None or tag == "a" or address.startswith("data:"), (tag, address)
+            assert address is None or tag == "a" or address.startswith(("data:", "#")), (tag, address)
     without_links = re.sub(r'<a href="https://[^"]*">', "", html)
-    assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|@font-face", without_links)
+    assert not re.search(r"https?:|//[a-z]+\.|url\((?!#)|@import|@font-face", without_links)
 
 
 def test_charts_have_words_for_those_who_do_not_see_them(html: str) -> None:
@@ -208,21 +208,21 @@ def test_details_agree_with_metrics_json(details: list[Detail]) -> None:
         assert np.all(np.diagonal(one.same_label) == 1)
 
 
-def test_pictures_are_the_test_images_that_they_should_be(details: list[Detail], runs: Path) -> None:
+def test_images_are_the_test_images_that_they_should_be(details: list[Detail], runs: Path) -> None:
     test = open_run(runs / "single").data(None).test
     for one in details:
-        assert all(picture.label != picture.truth for picture in one.mistakes)
-        confidences = [picture.confidence for picture in one.mistakes]
+        assert all(shown.label != shown.truth for shown in one.mistakes)
+        confidences = [shown.confidence for shown in one.mistakes]
         assert confidences == sorted(confidences, reverse=True)
-        doubts = [picture.epistemic for picture in one.uncertain]
+        doubts = [shown.epistemic for shown in one.uncertain]
         assert doubts == sorted(doubts, reverse=True)
         assert bool(doubts) == (one.members > 1)
-        for picture in (*one.mistakes, *one.uncertain):
-            assert len(picture.votes) == one.members == sum(count for _, count in picture.counts)
-            assert picture.truth == test.info.classes[test.labels[picture.number]]
-            contents = base64.b64decode(picture.source.removeprefix("data:image/png;base64,"))
+        for shown in (*one.mistakes, *one.uncertain):
+            assert len(shown.votes) == one.members == sum(count for _, count in shown.counts)
+            assert shown.truth == test.info.classes[test.labels[shown.number]]
+            contents = base64.b64decode(shown.source.removeprefix("data:image/png;base64,"))
             pixels = np.asarray(Image.open(io.BytesIO(contents)))
-            assert np.array_equal(pixels, test.images[picture.number][:, :, 0])
+            assert np.array_equal(pixels, test.images[shown.number][:, :, 0])
 
 
 def test_no_mistakes_and_no_right_answers_are_no_trouble(details: list[Detail], runs: Path) -> None:

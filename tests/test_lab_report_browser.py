@@ -120,7 +120,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser) -> None:
     box = browser.find_element(By.CSS_SELECTOR, "#table .scroll")  # the wide table scrolls in its own box
     assert browser.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", box)
     browser.execute_script("document.querySelectorAll('details').forEach(one => { one.open = true })")
-    long_names = "document.querySelectorAll('.picture b').forEach(one => { one.textContent = 'Nuthatch'.repeat(9) })"
+    long_names = "document.querySelectorAll('.image b').forEach(one => { one.textContent = 'Nuthatch'.repeat(9) })"
     browser.execute_script(long_names)
     assert overflow(browser) == 0
 
@@ -190,13 +190,13 @@ def test_dark_and_light_are_both_readable(browser: Browser) -> None:
 def test_print_is_black_on_white_and_unfolded(browser: Browser) -> None:
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_script("document.querySelectorAll('details').forEach(one => { one.open = false })")
-    picture = browser.find_element(By.CSS_SELECTOR, "#mistakes img")
-    assert not picture.is_displayed()
+    image = browser.find_element(By.CSS_SELECTOR, "#mistakes img")
+    assert not image.is_displayed()
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
     assert luminance(browser, "body", "background-color") == pytest.approx(1)
     assert luminance(browser, "body", "color") < 0.05
     assert not browser.find_element(By.TAG_NAME, "nav").is_displayed()
-    assert browser.execute_script("return arguments[0].getBoundingClientRect().height", picture) > 20
+    assert browser.execute_script("return arguments[0].getBoundingClientRect().height", image) > 20
 
 
 def test_it_can_be_read_without_scripts(browser: Browser, page: str) -> None:

@@ -1,4 +1,4 @@
-"""What the report shows about one ensemble, from its predictions for the test images."""
+"""Collect what the report shows about one ensemble, from its predictions for the test images."""
 
 import base64
 import io
@@ -25,13 +25,13 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
 from plures.metrics import CalibrationTable
 
-PICTURES = 6  # test images shown of each kind
-LARGEST = 96  # pixels per side of a picture in the page: a photograph need not make it heavy
+SHOWN = 6  # test images shown of each kind
+LARGEST = 96  # pixels per side of an image in the page, which keeps it small
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A test image with the ensemble's answer and its members' votes."""
+class ShownImage:
+    """A test image with the ensemble's prediction and its members' votes."""
 
     source: str  # a data: address
     number: int  # in the order of the test images
@@ -39,26 +39,26 @@ class Picture:
     label: str
     confidence: float
     epistemic: float  # nats
-    votes: tuple[tuple[str, float], ...]  # the label of each member, and how sure it is
+    votes: tuple[tuple[str, float], ...]  # the label of each member, and its confidence
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """How many members give each label, the most frequent first."""
+        """The number of members for each label, the most frequent first."""
         return Counter(label for label, _ in self.votes).most_common()
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """How confident an ensemble is over some of its answers: the right ones, or the wrong ones."""
+    """The confidence of some predictions: the right ones, or the wrong ones."""
 
     count: int
-    shares: tuple[float, ...]  # the fraction of these answers in each bin of confidence
-    confidence: float | None  # their mean; None where there are none
+    shares: tuple[float, ...]  # the fraction of these predictions in each bin of confidence
+    confidence: float | None  # their mean; None if there are none
 
 
 @dataclass(frozen=True, eq=False)
 class Detail:
-    """Everything that the page shows of one run beyond its metrics.
+    """What the page shows of one run beyond its metrics.
 
     detail = gather(row, data_dir=None, colour="#0072B2")
     detail.added[-1], detail.uncertain[0].votes
@@ -68,17 +68,17 @@ class Detail:
     colour: str
     seed: int
     metrics: Mapping[str, Any]  # as in metrics.json
-    engine: str | None  # what answered the test images again, if not the ensemble itself
-    alone: CalibrationTable  # of the members' answers, each for itself
+    engine: str | None  # that predicted the test images; None for the ensemble itself
+    alone: CalibrationTable  # of the members' predictions, each alone
     alone_ece: float  # of one member, on average
-    together: CalibrationTable  # of the ensemble's answers
+    together: CalibrationTable  # of the ensemble's predictions
     added: tuple[tuple[float, float], ...]  # accuracy and NLL of the first one, two, three... members
-    same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same answer
+    same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same label
     right: Answers
     wrong: Answers
     chance: float  # the accuracy of always giving the most frequent class
-    uncertain: tuple[Picture, ...]
-    mistakes: tuple[Picture, ...]
+    uncertain: tuple[ShownImage, ...]
+    mistakes: tuple[ShownImage, ...]
     records: tuple[Mapping[str, Any], ...]  # of the log: one per epoch
 
     @property
@@ -94,7 +94,7 @@ class Detail:
 
 
 def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
-    """Let the first run of a row answer the test images again, and keep what the page needs."""
+    """Predict the test images with the first run of a row, and return what the page needs."""
     run = open_run(row.runs[0].path, trust_code=trust_code)
     test = run.data(data_dir).test
     predictor = fastest(run.ensemble)
@@ -103,7 +103,7 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
     confidence, label = mean.max(-1)
     right = label == targets
     epistemic = metrics.uncertainty(members).epistemic
-    picture = partial(_picture, test, members, targets)
+    shown = partial(_shown_image, test, members, targets)
     unsure = epistemic.argsort(descending=True, stable=True) if len(members) > 1 else torch.tensor([], dtype=torch.long)
     sure = confidence.argsort(descending=True, stable=True)
     pooled = members.flatten(0, 1), targets.repeat(len(members))
@@ -124,14 +124,14 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
         right=_answers(mean[right], targets[right]),
         wrong=_answers(mean[~right], targets[~right]),
         chance=int(targets.bincount().max()) / len(targets),
-        uncertain=tuple(map(picture, unsure[:PICTURES].tolist())),
-        mistakes=tuple(map(picture, sure[~right[sure]][:PICTURES].tolist())),
+        uncertain=tuple(map(shown, unsure[:SHOWN].tolist())),
+        mistakes=tuple(map(shown, sure[~right[sure]][:SHOWN].tolist())),
         records=with_accuracy(RunFolder(run.path).records()),
     )
 
 
 def with_accuracy(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Choose the epochs whose accuracy is known on validation images, or if there is none, on training images.
+    """Return the epochs with a known accuracy on validation images or, without these, on training images.
 
     with_accuracy(RunFolder("runs/digits").records())
     """
@@ -139,12 +139,12 @@ def with_accuracy(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, An
     return known[0] or known[1]
 
 
-def _picture(test: DataSplit, members: Tensor, targets: Tensor, number: int) -> Picture:
+def _shown_image(test: DataSplit, members: Tensor, targets: Tensor, number: int) -> ShownImage:
     names = test.info.classes
     answers = members[:, number]
     confidences, votes = answers.max(-1)
     confidence, label = answers.mean(0).max(-1)
-    return Picture(
+    return ShownImage(
         source=_data_address(test.seen(slice(number, number + 1))[0]),
         number=number,
         truth=names[int(targets[number])],

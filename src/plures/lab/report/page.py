@@ -19,8 +19,8 @@ from plures.lab.report.sections import added_change, sections, training
 from plures.lab.report.trust_sections import trust_sections
 from plures.lab.terminal import figure, percent
 
-AT_ONCE = 9  # charts that a section shows before it asks whether to show more
-OPEN = 3  # rows whose pictures and commands are unfolded from the start
+AT_ONCE = 9  # charts of a section that are shown at first
+OPEN = 3  # rows whose images and commands are unfolded at first
 LONG = 12  # letters of a class name that need a wider column
 SMALL = 48  # pixels per side below which an image is enlarged without blur
 # Columns whose numbers stand large at the top, with their short names.
@@ -63,7 +63,7 @@ def write_report(
 
 
 def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
-    """Write the page of some rows, whose first runs were looked at in detail."""
+    """Return the page of some rows, with the details of their first runs."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -101,12 +101,12 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Let a class name break into the next line where one of its words ends."""
+    """Allow a line break after each word of a class name."""
     return Markup("_<wbr>").join(escape(part) for part in name.split("_"))
 
 
 def environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:
-    """List the different environments that the runs come from, each with the number of its runs."""
+    """Return the different environments of the runs, each with the number of its runs."""
     own = [run.config["environment"] for row in rows for run in row.runs]
     different = [one for place, one in enumerate(own) if one not in own[:place]]
     return [(one, own.count(one)) for one in different]
@@ -114,7 +114,7 @@ def environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:
 
 @dataclass(frozen=True)
 class Headline:
-    """A number for the top of the page, what it means, and whose it is where there are several rows."""
+    """A number for the top of the page, its meaning, and the row that it belongs to if there are several."""
 
     title: str
     value: str
@@ -123,7 +123,7 @@ class Headline:
 
 
 def title_of(rows: Sequence[Row]) -> str:
-    """Name the page.
+    """Return the title of the page.
 
     title_of(rows)  # '8 models compared on digits'
     """
@@ -132,7 +132,7 @@ def title_of(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
-    """Say in plain words what the page is about and what came out."""
+    """Return the summary at the top of the page, in plain words."""
     first = rows[0].runs[0]
     data = first.config["data"]
     networks = " and ".join(dict.fromkeys(run.config["recipe"]["model"] for row in rows for run in row.runs))
@@ -148,7 +148,7 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
 
 
 def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
-    """Choose the numbers for the top of the page: the best of several rows, or those of the only one."""
+    """Return the numbers for the top of the page: the best of several rows, or those of the only one."""
     found = []
     for column in (column for column in columns(rows) if column.title in MEANINGS):
         short, meaning = MEANINGS[column.title]
@@ -167,7 +167,7 @@ def headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[Headline]:
 
 
 def _gain(ensembles: Sequence[Detail]) -> list[str]:
-    """Say what all members bring over the first one, as the chart of added members shows it."""
+    """Describe the gain of all members over the first one, as the chart of added members shows it."""
     if not ensembles:
         return []
     ranked = sorted(ensembles, key=lambda one: one.added[-1][1] - one.added[0][1])  # by what the NLL gains
@@ -182,7 +182,7 @@ def _gain(ensembles: Sequence[Detail]) -> list[str]:
 
 
 def _at_chance(details: Sequence[Detail]) -> list[str]:
-    """Name the rows that have learned nothing: whether averaging helps them is no question."""
+    """Describe the rows that have learned nothing; they do not count as helped by averaging."""
     return [
         f"{one.name} is at chance: it is right on {percent(one.metrics['accuracy'])} of the test images, and always "
         f"giving the most frequent class on {percent(one.chance)}."

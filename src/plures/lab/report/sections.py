@@ -87,7 +87,7 @@ def _reliability(details: Sequence[Detail]) -> Section:
 
 def _member_bars(details: Sequence[Detail]) -> Section:
     values = [value for one in details for value in [*one.metrics["member_accuracies"], one.metrics["accuracy"]]]
-    limits = charts.limits_of([max(0, min(values) - 0.1 * (1 - min(values))), max(values)])
+    limits = max(0.0, charts.limits_of(values)[0] - 0.1 * (1 - min(values))), charts.limits_of(values)[1]
 
     def says(one: Detail) -> str:
         accuracies = one.metrics["member_accuracies"]
@@ -117,7 +117,7 @@ def _added_members(details: Sequence[Detail], ensembles: Sequence[Detail]) -> Se
         if one.members == 1:
             return None
         accuracies, nlls = zip(*(pair for other in ensembles for pair in other.added), strict=True)
-        return charts.added_members(one, ensembles, charts.limits_of(accuracies), charts.limits_of(nlls), words)
+        return charts.added_members(one, ensembles, (charts.limits_of(accuracies), charts.limits_of(nlls)), words)
 
     behind = " The other ensembles on this page are drawn faintly behind." if len(ensembles) > 1 else ""
     return Section(
