@@ -157,7 +157,7 @@ def mistakes(clients: list[Client]) -> list[str]:
 
 
 def wrong(asked: Request, answer: bytes) -> bool:
-    """Tell whether an answer has another status than it should, other votes, or no sentence."""
+    """Return whether an answer has a wrong status, wrong votes, or no sentence."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 ") or int(head.split()[1]) not in asked.right:
         return True
@@ -202,7 +202,7 @@ def measure(clients: list[Client], good: list[Request], seconds: float, rounds: 
         alone, alone_used = ask(pipe, seconds)
         ratios.append(count / took / alone)
         print(
-            f"served {count / took:.0f} images/s, engine alone {alone:.0f}: {ratios[-1]:.2f}; processor time of a "
+            f"served {count / took:.0f} images/s, engine alone {alone:.0f}: {ratios[-1]:.2f}; processor time per "
             f"image: server {1000 * used / count:.2f} ms, clients {1000 * (time.process_time() - own) / count:.2f} "
             f"ms, engine alone {1000 * alone_used:.2f} ms",
             flush=True,

@@ -1,4 +1,4 @@
-"""A headless Chromium, for the pages that plures makes; what needs it is skipped where there is none."""
+"""A headless Chromium, for the pages that plures makes; tests that need it are skipped if there is none."""
 
 import shutil
 from collections.abc import Iterator

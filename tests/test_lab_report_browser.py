@@ -1,4 +1,4 @@
-"""The page of `plures report` as a browser shows it; skipped where no Chromium is installed."""
+"""The page of `plures report` as a browser shows it; skipped if no Chromium is installed."""
 
 import json
 from collections.abc import Iterator

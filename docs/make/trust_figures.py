@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from plures.lab.method_names import Look, looks_of
-from plures.lab.paper.canvas import INK, RULES, WIDTH
+from plures.lab.paper.figures import INK, RULES, WIDTH
 
 Found = Mapping[str, Mapping[str, Any]]
 KNOWN = "#9A9A9A"

@@ -138,7 +138,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(READ)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise PluresError(f"cannot read {name} from the hub, and there is no such folder: {reason}") from error
+        raise PluresError(f"cannot read {name} from the hub, and there is no folder of this name: {reason}") from error
 
 
 def _refuse_pickles(source: str, names: list[str]) -> None:

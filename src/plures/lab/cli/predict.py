@@ -23,7 +23,7 @@ class Predict:
     How images are read:
       They are prepared like the training images: rotated upright, converted
       to grey or colour, resized and cropped to the centre. If the training
-      images did not need such a change, it is reported. If a file cannot be
+      images did not need a change, it is reported. If a file cannot be
       read, the reason is printed, the others are predicted, and the exit code
       is 2. Uncertainty is in nats; epistemic uncertainty is 0 if all members
       agree.

@@ -43,7 +43,7 @@ class Report:
     after_interrupt: ClassVar[str] = "nothing was written"
 
     def __call__(self) -> int:
-        """Write the page, and say where."""
+        """Write the page, and print its path."""
         from plures.files import check_place
         from plures.lab.compare.rows import rows_of, with_costs, with_sizes
         from plures.lab.report.page import write_report

@@ -1,12 +1,17 @@
 """The paper's figures: bars of member accuracies, and scores against the number of members."""
 
+import io
 import itertools
+import math
+import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,10 +19,33 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from plures import files
 from plures.errors import PluresError
 from plures.lab.method_names import Look, looks_of
-from plures.lab.paper import canvas
 from plures.lab.paper.published import Published
+
+WIDTH = 7.0  # inches: a printed page between its margins
+INK = "#222222"
+FILES: dict[str, dict[str, None]] = {".pdf": {"CreationDate": None}, ".png": {}, ".svg": {"Date": None}}  # undated
+RULES: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.edgecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",  # text stays text, for search and screen readers
+    "svg.hashsalt": "plures",  # the same input gives the same bytes
+    "pdf.fonttype": 42,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +65,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Point:
-    """The scores of an ensemble of a number of members, one value per seed.
+    """The scores of an ensemble with a number of members, one value per seed.
 
         Point(5, accuracy=(0.951, 0.949), nll=(0.157, 0.160), ece=(0.008, 0.009))
 
@@ -51,13 +79,13 @@ class Point:
 
     @classmethod
     def published(cls, members: int, row: Published) -> "Point":
-        """Make a point of a row of the paper's tables."""
+        """Return the point of a row of the paper's tables."""
         return cls(members, (row.accuracy,), (row.nll,), (row.ece,))
 
 
 @dataclass(frozen=True)
 class Series:
-    """One method with several numbers of members, and what the paper reports of it."""
+    """One method with several numbers of members, and the paper's values for it."""
 
     name: str
     points: tuple[Point, ...]
@@ -65,11 +93,11 @@ class Series:
 
 
 Item = TypeVar("Item", Bars, Series)
-Pick = Callable[[Point], list[float]]
+Pick = Callable[[Point], tuple[float, float]]
 SCORES: dict[str, Pick] = {
-    "accuracy in %\nhigher is better": lambda point: canvas.percent(point.accuracy),
-    "NLL\nlower is better": lambda point: canvas.known(point.nll),
-    "ECE\nlower is better": lambda point: canvas.known(point.ece),
+    "accuracy in %\nhigher is better": lambda point: mean_and_deviation(point.accuracy, scale=100),
+    "NLL\nlower is better": lambda point: mean_and_deviation(point.nll),
+    "ECE\nlower is better": lambda point: mean_and_deviation(point.ece),
 }
 
 
@@ -80,181 +108,145 @@ def member_bars(panels: Mapping[str, Sequence[Bars]], stem: Path) -> list[Path]:
     lines are means, with one standard deviation around them.
     """
     every = _every("member_bars", panels)
-    with canvas.own_rules():
-        figure = Figure()
-        looks = looks_of(group.name for group in every)
-        for index, (title, groups) in enumerate(panels.items()):
-            host = figure.add_subplot(len(panels), 1, index + 1)
-            host.set_title(title, fontweight="bold")
-            _bar_panel(host, groups, looks, inches=canvas.WIDTH - 0.75)
-        canvas.finish(figure, _bar_legend(every), len(panels) * 2.9)
-        return canvas.save_figure(figure, stem)
+    looks = looks_of(group.name for group in every)
+    with own_rules():
+        figure = Figure(figsize=(WIDTH, 3.0 * len(panels) + 0.3), layout="constrained")
+        grid = figure.subplots(len(panels), squeeze=False)[:, 0]
+        for axes, (title, groups) in zip(grid, panels.items(), strict=True):
+            axes.set_title(title, fontweight="bold")
+            _bar_panel(axes, groups, looks)
+        figure.legend(handles=_bar_legend(every), loc="outside lower center", ncols=4)
+        return _save(figure, stem)
 
 
 def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[Path]:
     """Draw figures 2 and 3, scores against the number of members, as PDF, PNG and SVG; return their paths.
 
-    One row per data set; lines are means over seeds, the bands around them one standard deviation, and the paper's
-    values hollow markers, in a strip of its own scale where they lie far from ours.
+    There is one row per data set. Lines are means over seeds, with one standard deviation around them; the paper's
+    values are hollow markers.
     """
     every = _every("against_members", panels)
-    with canvas.own_rules():
-        figure = Figure()
-        looks = looks_of(series.name for series in every)
-        for row, (title, own) in enumerate(panels.items()):
-            for column, (heading, pick) in enumerate(SCORES.items()):
-                host = figure.add_subplot(len(panels), len(SCORES), row * len(SCORES) + column + 1)
-                axes, lowest = _line_panel(host, own, pick, looks)
-                if row == 0:
-                    host.set_title(heading)
-                if row == len(panels) - 1:
-                    lowest.set_xlabel("members")
-                if column == 0:
-                    axes.set_ylabel(title, fontweight="bold")
-        canvas.finish(figure, _line_legend(every, looks), len(panels) * 2.4 + 0.3)
-        return canvas.save_figure(figure, stem)
+    looks = looks_of(series.name for series in every)
+    with own_rules():
+        handles = _line_legend(every, looks)
+        figure = Figure(figsize=(WIDTH, 2.4 * len(panels) + 0.2 * len(handles)), layout="constrained")
+        grid = figure.subplots(len(panels), len(SCORES), squeeze=False)
+        for row, (title, own) in zip(grid, panels.items(), strict=True):
+            row[0].set_ylabel(title, fontweight="bold")
+            for axes, pick in zip(row, SCORES.values(), strict=True):
+                _line_panel(axes, own, pick, looks)
+        for axes, below, heading in zip(grid[0], grid[-1], SCORES, strict=True):
+            axes.set_title(heading)
+            below.set_xlabel("members")
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        return _save(figure, stem)
 
 
-# Bars
-
-
-def _bar_panel(host: Axes, groups: Sequence[Bars], looks: Mapping[str, Look], inches: float) -> None:
-    ours = [value for group in groups for value in _extent(group)]
-    of_paper = [(x, y) for x, group in enumerate(groups) for y in canvas.percent([group.paper])]
-    marks = [canvas.Mark(x, y, Look(canvas.INK, "D")) for x, y in of_paper]
-    axes, lowest = canvas.open_axes(host, [*ours, *_floor(ours)], marks)
-    axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
-    start = max(0.0, float(MaxNLocator(canvas.TICKS, steps=canvas.STEPS).tick_values(*axes.get_ylim())[0]))
-    axes.set_ylim(bottom=start)
-    axes.set_ylabel("accuracy in %" + (f"\n(axis starts at {start:g})" if start else ""))
-    inch = len(groups) / inches  # on the x axis, where methods lie at 0, 1, 2 ...
+def _bar_panel(axes: Axes, groups: Sequence[Bars], looks: Mapping[str, Look]) -> None:
     most = max((len(_by_member(group)) for group in groups), default=1)
+    width = min(0.8 / max(most, 1), 0.3)
+    ends = []
     for x, group in enumerate(groups):
-        _bar_group(axes, x, group, looks[group.name].colour, inch, width=min(0.8 / max(most, 1), 0.3 * inch))
-    lowest.tick_params(axis="x", length=0)
-    _name_groups(lowest, groups, inches)
-
-
-def _extent(group: Bars) -> list[float]:
-    """All values of a method that must be in sight."""
-    each = (*_by_member(group), canvas.percent(group.ensemble))
-    return [value for values in each for value in canvas.around(values)]
-
-
-def _floor(values: Sequence[float]) -> list[float]:
-    """Where bars begin: low enough that the shortest has a body, and at zero if that is not far."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    start = low - 0.6 * max(high - low, 0.02 * high)
-    return [start if start > 0.3 * high else 0.0]
-
-
-def _bar_group(axes: Axes, x: int, group: Bars, colour: str, inch: float, width: float) -> None:
-    members = _by_member(group)
-    for index, values in enumerate(members):
-        _bar(axes, x + (index - (len(members) - 1) / 2) * width, values, colour, width)
-    if ensemble := canvas.percent(group.ensemble):
-        mean, deviation = canvas.spread(ensemble)
-        half = 0.04 * inch + max(0.3 * inch, width * len(members)) / 2
-        axes.hlines(mean, x - half, x + half, color=canvas.INK, linewidth=1.8, zorder=4)
-        if deviation:  # at the end of the line, where no member's own deviation is in the way
-            axes.errorbar(x + half, mean, deviation, color=canvas.INK, linewidth=0.9, capsize=1.5)
-
-
-def _bar(axes: Axes, x: float, values: Sequence[float], colour: str, width: float) -> None:
-    if not values:
+        members = _by_member(group)
+        for index, (mean, deviation) in enumerate(members):
+            place = x + (index - (len(members) - 1) / 2) * width
+            look: dict[str, Any] = {"color": looks[group.name].colour, "edgecolor": "white", "linewidth": 0.6}
+            axes.bar(place, mean, width, yerr=deviation or None, ecolor=INK, capsize=1.5, **look)
+        together = [one for one in [mean_and_deviation(group.ensemble, scale=100)] if math.isfinite(one[0])]
+        for mean, deviation in together:
+            axes.errorbar(x, mean, deviation or None, 0.45, color=INK, linewidth=1.8)
+        paper, _ = mean_and_deviation([group.paper], scale=100)
+        if math.isfinite(paper):
+            axes.plot(x, paper, **_hollow(Look(INK, "D")))
+            ends.append(paper)
+        ends += [mean + sign * deviation for mean, deviation in [*members, *together] for sign in (-1, 1)]
+    if not ends:
+        _nothing(axes)
         return
-    mean, deviation = canvas.spread(values)
-    axes.bar(x, mean, width, color=colour, edgecolor="white", linewidth=0.6)
-    if deviation:
-        axes.errorbar(x, mean, deviation, color=canvas.INK, linewidth=0.9, capsize=1.5)
+    start = _floor(min(ends), max(ends))
+    axes.set_ylim(bottom=start)
+    axes.set_ylabel("accuracy in %" + (f"\n(axis starts at {start})" if start else ""))
+    names = [group.name + ("" if _by_member(group) else " (no\N{NO-BREAK SPACE}result)") for group in groups]
+    letters = max(10, 76 // len(groups))
+    axes.set_xticks(range(len(groups)), [textwrap.fill(name, letters, break_long_words=False) for name in names])
+    axes.tick_params(axis="x", length=0)
 
 
-def _name_groups(axes: Axes, groups: Sequence[Bars], inches: float) -> None:
-    """Write the names below, broken into lines."""
-    room = 0.96 * inches / max(len(groups), 1)
-    nothing = " (no\N{NO-BREAK SPACE}result)"
-    names = [group.name if any(_by_member(group)) else group.name + nothing for group in groups]
-    axes.set_xticks(range(len(groups)), [_wrapped(name, room) for name in names])
-
-
-def _wrapped(text: str, room: float) -> str:
-    """Break a text into lines as long as fit into the given inches, or after every word."""
-    for letters in range(len(text), 0, -1):
-        lines = textwrap.wrap(text, letters, break_long_words=False)
-        if all(canvas.inches_of(line) <= room for line in lines):
-            break
-    return "\n".join(lines)
+def _floor(low: float, high: float) -> int:
+    """Return where bars begin: low enough that the shortest one is seen, and at zero if that is not far."""
+    start = low - 0.6 * max(high - low, 0.02 * high)
+    return math.floor(start) if start > 0.3 * high else 0
 
 
 def _bar_legend(groups: Sequence[Bars]) -> list[Artist]:
     handles: list[Artist] = [
         Patch(facecolor="#BBBBBB", label="one member"),
-        Line2D([], [], color=canvas.INK, linewidth=1.8, label="ensemble"),
+        Line2D([], [], color=INK, linewidth=1.8, label="ensemble"),
     ]
     if label := _deviation_label([len(group.members) for group in groups]):
-        handles.append(Line2D([], [], color=canvas.INK, linestyle="none", marker="|", markersize=9, label=label))
-    if any(canvas.known([group.paper]) for group in groups):
-        handles.append(Line2D([], [], **canvas.hollow(Look(canvas.INK, "D")), label="paper: mean member"))
+        handles.append(Line2D([], [], color=INK, linestyle="none", marker="|", markersize=9, label=label))
+    if any(math.isfinite(mean_and_deviation([group.paper])[0]) for group in groups):
+        handles.append(Line2D([], [], **_hollow(Look(INK, "D")), label="paper: mean member"))
     return handles
 
 
-# Lines
-
-
-def _line_panel(host: Axes, every: Sequence[Series], pick: Pick, looks: Mapping[str, Look]) -> tuple[Axes, Axes]:
-    counts = {point.members for series in every for point in (*series.points, *series.paper)}
-    start, end = min(counts, default=0), max(counts, default=1)
-    ours = [value for series in every for point in series.points for value in canvas.around(pick(point))]
-    marks = _line_marks(every, pick, looks, aside=0.045 * (end - start + 1))
-    axes, lowest = canvas.open_axes(host, ours, marks)
-    if not ours and not marks:
-        return axes, lowest
+def _line_panel(axes: Axes, every: Sequence[Series], pick: Pick, looks: Mapping[str, Look]) -> None:
+    drawn = False
     for series in every:
-        _line(axes, [(point.members, pick(point)) for point in series.points if pick(point)], looks[series.name])
-    margin = max(0.5, 0.04 * (end - start))
-    axes.set_xlim(start - margin, end + margin)
-    axes.set_xticks(range(start, end + 1))
-    return axes, lowest
-
-
-def _line_marks(every: Sequence[Series], pick: Pick, looks: Mapping[str, Look], aside: float) -> list[canvas.Mark]:
-    """The paper's values; those of ensembles of one size stand side by side, where equal ones would hide each other."""
-    marks = []
-    known = [(point.members, y, series.name) for series in every for point in series.paper for y in pick(point)]
-    for members in {members for members, _, _ in known}:
-        same = [(y, looks[name]) for count, y, name in known if count == members]
-        marks += [canvas.Mark(members + (i - (len(same) - 1) / 2) * aside, y, look) for i, (y, look) in enumerate(same)]
-    return marks
-
-
-def _line(axes: Axes, points: Sequence[tuple[int, list[float]]], look: Look) -> None:
-    points = sorted(points)
-    x = [members for members, _ in points]
-    mean = [canvas.spread(values)[0] for _, values in points]
-    deviation = [canvas.spread(values)[1] for _, values in points]
-    axes.plot(x, mean, **canvas.solid(look))
-    if len(points) == 1 and any(deviation):
-        axes.errorbar(x, mean, deviation, color=look.colour, linewidth=0.9, capsize=2)
-    elif any(deviation):
-        low = [m - d for m, d in zip(mean, deviation, strict=True)]
-        high = [m + d for m, d in zip(mean, deviation, strict=True)]
-        axes.fill_between(x, low, high, color=look.colour, alpha=0.18, linewidth=0)
+        look = looks[series.name]
+        for points, style in ((series.points, _solid(look)), (series.paper, _hollow(look))):
+            known = sorted((point.members, *pick(point)) for point in points if math.isfinite(pick(point)[0]))
+            if known:
+                drawn = True
+                x, mean, deviation = zip(*known, strict=True)
+                axes.errorbar(x, mean, deviation if any(deviation) else None, capsize=2, elinewidth=0.9, **style)
+    if drawn:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        _nothing(axes)
 
 
 def _line_legend(series: Sequence[Series], looks: Mapping[str, Look]) -> list[Artist]:
-    handles: list[Artist] = [Line2D([], [], **canvas.solid(look), label=name) for name, look in looks.items()]
+    handles: list[Artist] = [Line2D([], [], **_solid(look), label=name) for name, look in looks.items()]
     if label := _deviation_label([len(point.accuracy) for one in series for point in one.points]):
-        handles.append(Patch(facecolor=canvas.INK, alpha=0.18, label=label))
+        handles.append(Line2D([], [], color=INK, linestyle="none", marker="|", markersize=9, label=label))
     if any(one.paper for one in series):
-        handles.append(Line2D([], [], **canvas.hollow(Look(canvas.INK, "o")), label="paper (hollow)"))
+        handles.append(Line2D([], [], **_hollow(Look(INK, "o")), label="paper (hollow)"))
     return handles
 
 
-def _by_member(group: Bars) -> list[list[float]]:
-    """Group accuracies by member: one value per seed."""
-    return [canvas.percent(values) for values in itertools.zip_longest(*group.members)]
+def _nothing(axes: Axes) -> None:
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, "no result", transform=axes.transAxes, ha="center", va="center")
+
+
+def _solid(look: Look) -> dict[str, Any]:
+    """Return the style of our values."""
+    return {"color": look.colour, "marker": look.marker, "markersize": 5, "markeredgewidth": 0, "linewidth": 1.4}
+
+
+def _hollow(look: Look) -> dict[str, Any]:
+    """Return the style of the paper's values."""
+    edge = {"markeredgecolor": look.colour, "markeredgewidth": 1.3, "markerfacecolor": "white"}
+    return {"linestyle": "none", "marker": look.marker, "markersize": 6.5, "zorder": 6, **edge}
+
+
+def mean_and_deviation(values: Iterable[float | None], scale: float = 1) -> tuple[float, float]:
+    """Return the mean and the standard deviation of the known values; NaN if there are none, 0 for a single one.
+
+    >>> mean_and_deviation([0.5, None, math.nan], scale=100)
+    (50.0, 0.0)
+    """
+    known = [scale * value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return math.nan, 0.0
+    return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0
+
+
+def _by_member(group: Bars) -> list[tuple[float, float]]:
+    """Return mean and standard deviation over the seeds of each member that has values."""
+    every = (mean_and_deviation(values, scale=100) for values in itertools.zip_longest(*group.members))
+    return [one for one in every if math.isfinite(one[0])]
 
 
 def _deviation_label(seeds: Sequence[int]) -> str:
@@ -268,3 +260,23 @@ def _every(figure: str, panels: Mapping[str, Sequence[Item]]) -> list[Item]:
     if not every:
         raise PluresError(f"{figure} has nothing to draw: give panels, one per data set, with methods in them")
     return every
+
+
+@contextmanager
+def own_rules() -> Iterator[None]:
+    """Draw by our rules, whatever the user's settings are, and leave those unchanged."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(RULES)
+        yield
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PDF, PNG and SVG, each complete or not at all, and return their paths."""
+    paths = []
+    for suffix, undated in FILES.items():
+        paths.append(stem.with_name(stem.name + suffix))
+        contents = io.BytesIO()
+        figure.savefig(contents, format=suffix[1:], metadata=undated)
+        files.write(paths[-1], contents.getvalue())
+    return paths

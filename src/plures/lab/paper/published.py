@@ -16,7 +16,7 @@ MIMO_PAPER = "Marton Havasi et al.: Training independent subnetworks for robust 
 
 @dataclass(frozen=True)
 class Published:
-    """One row of a table of the paper, for one data set; `None` where the table has no such column.
+    """One row of a table of the paper, for one data set; `None` if the table lacks the column.
 
     >>> TABLE1["cifar10"]["orthogonal-dropout"].accuracy
     0.951
@@ -80,7 +80,7 @@ TABLE3 = _tables(
     columns="member_accuracy accuracy nll ece agreement",
 )
 
-# The options of the paper where ours are others by default.
+# The options of the paper that differ from our defaults.
 PAPER_FORM = {"orthogonal-dropout": {"classifier": "fixed", "granularity": "weight"}}
 
 MC_DROPOUT_NOTE = (
@@ -92,7 +92,7 @@ MIMO_PAPER_NOTE = "The figures taken over are for a deep ensemble of four networ
 
 
 def paper_members(method: str, wide: bool) -> int:
-    """Say how many members a run must have for the paper's figures to stand beside it.
+    """Return the number of members that the paper's figures of a method are for.
 
     >>> paper_members("mimo", wide=False), paper_members("batch-ensemble", wide=True)
     (2, 4)
@@ -102,7 +102,7 @@ def paper_members(method: str, wide: bool) -> int:
 
 
 def paper_data(name: str) -> str:
-    """Name the paper's data set that data was taken from.
+    """Return the name of the paper's data set that data was taken from.
 
     >>> paper_data("tiny-imagenet-20"), paper_data("cifar10")
     ('tiny-imagenet', 'cifar10')

@@ -37,7 +37,7 @@ CIFARS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu
 
 SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
 
-LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs where a deep ensemble has 200
+LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs, a deep ensemble for 200
 FORM = tuple(f"{name}={value}" for name, value in published.PAPER_FORM["orthogonal-dropout"].items())
 AS_PUBLISHED = Variant("orthogonal-dropout", FORM, label="orthogonal-dropout, as published")
 ABLATION = (
@@ -67,7 +67,7 @@ class Target:
     recipes: Mapping[str, tuple[str, ...]]  # of each scale
     variants: Callable[[str], tuple[Variant, ...]]  # of a recipe
     columns: Callable[[Sequence[Row]], list[Column]] = columns
-    paper: Mapping[str, Mapping[str, Published]] = field(default_factory=dict)  # where it is not table 1 or 2
+    paper: Mapping[str, Mapping[str, Published]] = field(default_factory=dict)  # if it is not table 1 or 2
     notes: dict[str, str] = field(default_factory=lambda: {"paper": published.PAPER})
 
     def comparisons(self, scale: Scale, seeds: int | None = None, only: Sequence[str] = ()) -> list[Comparison]:
@@ -86,7 +86,7 @@ class Target:
 
 
 def ablation_columns(rows: Sequence[Row]) -> list[Column]:
-    """Give the columns of the paper's table 3, and what each row costs."""
+    """Return the columns of the paper's table 3, and the costs of each row."""
     every = {column.title: column for column in columns(rows)}
     order = ("member accuracy %", "accuracy %", "NLL", "ECE", "agreement", "size", "training epochs")
     ours = [every[title] for title in order if title in every]
@@ -118,7 +118,7 @@ def member_counts_mimo(recipe: str) -> tuple[Variant, ...]:
 
 
 def _with_members(method: str, count: int, recipe: str) -> Variant:
-    """Leave the members to the recipe where it has as many: other tables have the same run."""
+    """Leave out the number of members if it is that of the recipe: other tables then share the run."""
     usual = Variant(method).recipe(get_recipe(recipe)).members
     form = FORM if method == AS_PUBLISHED.method else ()
     return Variant(method, form, members=None if count == usual else count, label=f"{method} {count}")
