@@ -177,7 +177,7 @@ def test_a_private_classifier_is_each_members_own():
 
 def test_roles_name_another_classifier():
     network = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, CLASSES), nn.Linear(CLASSES, 2))
-    roles = plures.roles(network, classifier="2", fixed=True)
+    roles = plures.roles(network, last="2", fixed=True)
     ensemble = DeepEnsemble(network, 2, classifier="fixed", roles=roles)
     assert ensemble._shared == {"2.weight", "2.bias"}
     assert DeepEnsemble(network, **ensemble.options())._shared == ensemble._shared

@@ -62,10 +62,10 @@ def test_attention_projections_are_split_and_the_last_of_them_is_no_classifier()
 
 
 def test_the_user_names_the_classifier() -> None:
-    roles = plures.roles(Small(), classifier="hidden", fixed=True)
+    roles = plures.roles(Small(), last="hidden", fixed=True)
     assert roles["hidden.weight"] == roles["hidden.bias"] == "shared"
     assert roles["head.weight"] == "split"
-    assert plures.roles(Small(), classifier="hidden")["hidden.weight"] == "private"
+    assert plures.roles(Small(), last="hidden")["hidden.weight"] == "private"
 
 
 def test_classifiers_and_embeddings_are_private_where_they_are_small_and_split_where_they_are_large() -> None:
@@ -115,10 +115,10 @@ def test_a_deep_ensemble_shares_what_the_roles_say() -> None:
 
 
 def test_names_of_modules_are_checked() -> None:
-    with pytest.raises(PluresError, match="classifier='haed' is not a module of the network; did you mean head"):
-        plures.roles(Small(), classifier="haed")
+    with pytest.raises(PluresError, match="last='haed' is not a module of the network; did you mean head"):
+        plures.roles(Small(), last="haed")
     with pytest.raises(PluresError, match="is a BatchNorm2d"):
-        plures.roles(Small(), classifier="norm")
+        plures.roles(Small(), last="norm")
 
 
 def test_tied_tensors_have_one_role() -> None:
@@ -137,7 +137,7 @@ def test_tied_tensors_have_one_role() -> None:
     assert roles["words.weight"] == roles["read.weight"] == "private"
     assert roles["first.weight"] == roles["second.weight"] == "split"
     assert canonical(network)["second.weight"] == "first.weight"
-    assert plures.roles(network, classifier="read", fixed=True)["words.weight"] == "shared"
+    assert plures.roles(network, last="read", fixed=True)["words.weight"] == "shared"
     with pytest.raises(PluresError, match="'first.weight' and 'second.weight' are one tied tensor"):
         check_roles(network, {**roles, "second.weight": "private"})
 

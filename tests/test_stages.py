@@ -17,7 +17,7 @@ import plures
 from forked import start
 from plures import OrthogonalDropout, PluresError
 from plures.methods.orthogonal_dropout.file import expected_bytes
-from plures.methods.orthogonal_dropout.partition import Partition, Private, Split
+from plures.methods.orthogonal_dropout.partition import Partition, Private, SplitNetwork
 from plures.tensors import own_tensors, tensors
 
 INPUTS = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
@@ -206,7 +206,7 @@ def test_text_networks_in_five_members_take_little_more_than_one(name: str) -> N
     embeddings = [name for name in by_role[plures.Role.SPLIT] if name.endswith("word_embeddings.weight")]
     assert len(embeddings) == 1
     partition = Partition({name: one.shape for name, one in by_role[plures.Role.SPLIT].items()}, 5, "kernel")
-    split = Split(network, roles, partition, Private(by_role[plures.Role.PRIVATE], 5), [])
+    split = SplitNetwork(network, roles, partition, Private(by_role[plures.Role.PRIVATE], 5), [])
     stored = sum(expected_bytes(split).values())
     assert stored <= 1.25 * sum(one.nbytes for one in own.values())
 

@@ -201,15 +201,15 @@ class Regression:
     std: Tensor
     """[B, D]: the standard deviation of the answer."""
     aleatoric: Tensor
-    """[B, D]: the mean of the members' variances; 0 where the network gives no variance."""
+    """[B, D]: the mean of the members' variances; 0 if the network gives no variance."""
     epistemic: Tensor
     """[B, D]: the variance of the members' means."""
     members: Tensor
     """[K, B, D]: each member's mean."""
     variances: Tensor | None = None
-    """[K, B, D]: each member's variance, where the network gives one."""
+    """[K, B, D]: each member's variance, if the network gives one."""
     calibration: NumberCalibration | None = None
-    """What held-out samples taught the ensemble; it is in `std` and its parts already."""
+    """The calibration from held-out samples, already applied to `std` and its parts."""
 
     def __len__(self) -> int:
         return len(self.mean)

@@ -10,7 +10,7 @@ from plures.errors import PluresError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Word the end of an error: the known names that look like the unknown one.
+    """Return the end of an error: the known names that look like the unknown one.
 
     >>> nearest("fc.wieght", ["fc.weight"])
     '; did you mean fc.weight?'
@@ -49,6 +49,18 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     if not whole or value < least or (most is not None and value > most):
         raise PluresError(f"{name}={value!r}; use a whole number, {bounds}")
     return int(value)
+
+
+MOST_MEMBERS = 255  # owners are single bytes, and one value is nobody's
+
+
+def check_members(members: Any, least: int = 1) -> int:
+    """Check a number of members, and return it as Python's own.
+
+    >>> check_members(5)
+    5
+    """
+    return whole_number("members", members, least=least, most=MOST_MEMBERS)
 
 
 def number(name: str, value: Any, accepted: str, *, above: float = -math.inf, below: float = math.inf) -> None:

@@ -81,8 +81,10 @@ class Ensemble(Predictor, ABC):
         print(ensemble)  # members, sizes, and the size of the file
 
     An ensemble only predicts: its networks stay in eval mode, even after `train()`. Stages, which are copies, do the
-    training. A method implements `plan`, `open`, `trained` and `forward`.
+    training. A method has `members` and implements `plan`, `open`, `trained` and `forward`.
     """
+
+    members: int
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
@@ -132,6 +134,21 @@ class Ensemble(Predictor, ABC):
         arguments = inspect.signature(type(self)).parameters.values()
         named = [one.name for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         return {name: getattr(self, name) for name in named if name not in ("network", "loss")}
+
+    def _number(self, member: int | None) -> int:
+        if not isinstance(member, int) or not 0 <= member < self.members:
+            raise PluresError(f"there is no member {member!r}: members count from 0 to {self.members - 1}")
+        return member
+
+    def _ready(self, member: int) -> int:
+        if self._number(member) not in self.trained:
+            raise PluresError(f"member {member} is not trained; trained members: {self.trained or 'none'}")
+        return member
+
+    def _all_ready(self) -> list[int]:
+        if not self.trained:
+            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        return self.trained
 
     def stages(self) -> Iterator[Stage]:
         """Iterate over the stages that are not committed yet.
@@ -217,7 +234,7 @@ SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_mas
 
 
 def file_line(stored: float, plain: float) -> str:
-    """Word the size of an ensemble's file.
+    """Describe the size of an ensemble's file.
 
     >>> file_line(1_080_000, 1_000_000)
     'file: about 1.1 MB, 1.08 x the plain network'

@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether there is a file; a name or a folder that the system refuses becomes one sentence."""
+    """Return whether there is a file; a name or a folder that the system refuses becomes one sentence."""
     try:
         return path.is_file()
     except OSError as error:
@@ -75,7 +75,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def digest(*parts: Any, length: int = 16) -> str:
-    """Give a checksum of bytes, as a number of hexadecimal digits.
+    """Return a checksum of bytes, as a number of hexadecimal digits.
 
     >>> digest(b"plures") == digest(b"plu", b"res")
     True
@@ -96,6 +96,6 @@ def sealed(text: str) -> str:
 
 
 def unsealed(text: str) -> str | None:
-    """Take the checksum off again; None where the text is not the one that was sealed."""
+    """Take the checksum off again; None if the text is not the one that was sealed."""
     checksum, _, plain = text.partition(" ")
     return plain if checksum == digest(plain.encode()) else None

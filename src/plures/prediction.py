@@ -256,7 +256,7 @@ def _forget_calibration(predictor: Predictor, _incompatible: object) -> None:
 
 
 def joined(parts: list[tuple[Tensor, Prediction]], members: int) -> Prediction:
-    """Put predictions of some rows each together, in the order of the rows; members that were not asked are NaN."""
+    """Join predictions of some rows each, in the order of the rows; members that were not run are NaN."""
     order = torch.cat([rows for rows, _ in parts]).argsort()
 
     def all_members(prediction: Prediction) -> Tensor:
@@ -284,7 +284,7 @@ def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:
         try:
             numbers = torch.as_tensor(pair[1])
         except (TypeError, ValueError, RuntimeError) as error:
-            raise PluresError(f"the targets are no numbers ({error}): give them as one tensor") from error
+            raise PluresError(f"the targets are not numbers ({error}): give them as one tensor") from error
         yield pair[0], numbers
 
 

@@ -152,7 +152,7 @@ def check_size(path: Path, sketch: nn.Module) -> None:
     wanted = sum(tensor.nbytes for tensor in tensors(sketch).values())
     held = path.stat().st_size if is_file(path) else 0
     if wanted > MOST_SMALLER * held + SMALL:
-        raise PluresError(f"{path} holds {held} bytes, too few for a network of {wanted}: they do not belong together")
+        raise PluresError(f"{path} holds {held} bytes, too few for a network of {wanted}: they are not compatible")
     _reading(path, None, lambda document, _: _same_network(path, sketch, document["shapes"], document["tied"]))
 
 

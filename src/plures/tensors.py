@@ -112,7 +112,7 @@ def canonical(network: nn.Module) -> dict[str, str]:
 
 
 def aliases(network: nn.Module) -> dict[str, str]:
-    """Name the tied tensors: each further name, and the first one that the same tensor has.
+    """Return the tied tensors: each further name, mapped to the first one of the same tensor.
 
     >>> aliases(nn.Linear(2, 3))
     {}
@@ -121,7 +121,7 @@ def aliases(network: nn.Module) -> dict[str, str]:
 
 
 def places(network: nn.Module) -> dict[str, str]:
-    """Name every place of a module that holds a tensor once, with the first name that the tensor has.
+    """Return every place of a module that holds a tensor, mapped to the first name of that tensor.
 
         >>> layer = nn.Linear(2, 2)
         >>> places(nn.ModuleDict({"one": layer, "same": layer}))
@@ -181,7 +181,7 @@ def all_frozen(network: nn.Module) -> PluresError:
 
 
 def layers(network: nn.Module) -> dict[str, Layer]:
-    """Name the linear and convolution layers that a network calls, in the order in which they were made.
+    """Return the linear and convolution layers that a network calls, by name, in the order of their creation.
 
         >>> list(layers(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))))
         ['0', '3']
@@ -199,7 +199,7 @@ def layers(network: nn.Module) -> dict[str, Layer]:
 
 
 def inner_names(names: Iterable[str]) -> dict[str, str]:
-    """Give tensors names under which a module can register them: without dots, and never an attribute's.
+    """Return names under which a module can register tensors: without dots, and never an attribute's.
 
     >>> inner_names(["bn.weight"])
     {'bn.weight': '0:bn/weight'}
@@ -208,6 +208,6 @@ def inner_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Give the checksum of a tensor on the CPU: type and shape count with the bytes, so that no header can lie."""
+    """Return the checksum of a tensor on the CPU: type and shape count with the bytes, so that no header can lie."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return digest(f"{tensor.dtype}{list(tensor.shape)}".encode(), data)

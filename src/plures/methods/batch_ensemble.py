@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.checks import one_of
+from plures.checks import check_members, one_of
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
@@ -25,7 +25,7 @@ class BatchEnsembleStage(TogetherStage):
     """Train all members, with weight decay on everything but their factors."""
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Give an optimizer what the stage trains: decay would pull the factors, which start around 1, to 0."""
+        """Return parameter groups: decay would pull the factors, which start around 1, to 0."""
         factors = [
             parameter
             for module in self.modules()
@@ -68,7 +68,7 @@ class BatchEnsemble(ManyInOne):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        building.check_members(members)
+        check_members(members)
         building.layers_of(network)
         one_of("factors", factors, get_args(FactorInit))
         rows = Rows()
@@ -90,7 +90,7 @@ class BatchEnsemble(ManyInOne):
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
-        building.check_members(members)
+        check_members(members)
         for name, layer in building.layers_of(network).items():
             inputs, outputs = building.widths(layer)
             stored.check(building.inside(name, "members.alpha"), [members, inputs])
@@ -136,7 +136,7 @@ class Factors(nn.Module):
 
 
 def with_half_gradient(parameter: Tensor) -> Tensor:
-    """Give the same values, through which half the gradient flows.
+    """Return the same values, through which half the gradient flows.
 
     The factors of the authors' code learn at half the rate of the weights. Half plus half is exact in floating point.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, logits_of
-from plures.checks import one_of, unknown, whole_number
+from plures.checks import one_of, unknown
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.losses import Loss
@@ -18,7 +18,6 @@ from plures.tensors import Layer, check_network, layers, moments, places, restar
 
 Init = Literal["given", "fresh"]
 Reduction = Literal["mean", "sum"]
-MOST_MEMBERS = 1000  # more than anybody has trained
 
 
 class OneStage(Ensemble):
@@ -51,7 +50,7 @@ class OneStage(Ensemble):
         self.network = built
         self._committed = False
         self._member = member
-        self._ready = ready
+        self._untrained_too = ready
         self.eval()
 
     def plan(self) -> list[Step]:
@@ -69,7 +68,7 @@ class OneStage(Ensemble):
         return Stage(copy.deepcopy(self.network), step, self.loss, self._write)
 
     def _write(self, stage: Stage) -> None:
-        """Take over what a stage has trained: what `Stage` calls to commit."""
+        """Restore what a stage has trained: what `Stage` calls to commit."""
         if self._committed:
             raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
         values = tensors(stage.network)
@@ -80,7 +79,7 @@ class OneStage(Ensemble):
     @property
     def trained(self) -> list[int]:
         """The members that can predict: all of them, or none."""
-        return list(range(self.members)) if self._committed or self._ready else []
+        return list(range(self.members)) if self._committed or self._untrained_too else []
 
     def _require_trained(self) -> None:
         """Refuse to predict with random weights."""
@@ -88,11 +87,11 @@ class OneStage(Ensemble):
             raise PluresError("this ensemble is not trained: train its stages() or load a trained file")
 
     def _state(self) -> dict[str, Any]:
-        """Give what a file must know beyond options and tensors, as JSON values."""
+        """Return the state that a file needs beyond options and tensors, as JSON values."""
         return {"committed": self._committed}
 
     def _fill(self, stored: Stored) -> None:
-        """Take over tensors and progress from a file."""
+        """Restore tensors and progress from a file."""
         if not isinstance(stored.state["committed"], bool):
             raise PluresError(f"the progress is stored as {stored.state['committed']!r}; expected true or false")
         super()._fill(stored)
@@ -170,13 +169,8 @@ def started(network: nn.Module, init: Init, seed: int, member: int = 0) -> nn.Mo
     return result
 
 
-def check_members(members: object) -> None:
-    """Refuse what is not a number of members."""
-    whole_number("members", members, least=1, most=MOST_MEMBERS)
-
-
 def ends(known: Mapping[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:
-    """Name the layers that take the input and give the logits: by default the first one, and the last Linear."""
+    """Return the names of the layers that take the input and return the logits: the first, and the last Linear."""
     linear = [name for name, layer in known.items() if isinstance(layer, nn.Linear)]
     first = next(iter(known)) if first is None else first
     last = (linear or list(known))[-1] if last is None else last
@@ -195,7 +189,7 @@ def layers_of(network: nn.Module) -> dict[str, Layer]:
 
 
 def inside(layer: str, tensor: str) -> str:
-    """Name a tensor of a layer of the user's network as an ensemble's file does; "" is the network itself.
+    """Return the name that a file has for a tensor of a layer of the user's network; "" is the network itself.
 
     >>> inside("stem.conv", "weight"), inside("", "weight")
     ('network.network.stem.conv.weight', 'network.network.weight')
@@ -204,7 +198,7 @@ def inside(layer: str, tensor: str) -> str:
 
 
 def widths(layer: Layer) -> tuple[int, int]:
-    """Give the input and the output width of a layer.
+    """Return the input and the output width of a layer.
 
     >>> widths(nn.Conv2d(3, 8, 5))
     (3, 8)

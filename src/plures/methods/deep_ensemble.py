@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from plures.calling import Arguments, call, logits_of
-from plures.checks import one_of
+from plures.checks import check_members, one_of
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import check_members
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared, no_classifier
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
@@ -76,18 +75,14 @@ class DeepEnsemble(Ensemble):
 
         network = ensemble.checkout(2)
         """
-        if self._number(member) not in self.trained:
-            raise PluresError(f"member {member} is not trained; trained members: {self.trained or 'none'}")
-        return copy.deepcopy(self.networks[member])
+        return copy.deepcopy(self.networks[self._ready(member)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all trained members, [members, batch, classes]."""
         return self._outputs([Arguments(args, kwargs)])
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
-        ready = self.trained
-        if not ready:
-            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        ready = self._all_ready()
         networks = [self.networks[ready[place]] for place in (range(len(ready)) if chosen is None else chosen)]
         return torch.stack([torch.cat([logits_of(call(one, batch)) for batch in batches]) for one in networks])
 
@@ -107,7 +102,7 @@ class DeepEnsemble(Ensemble):
         return Stage(network, step, self.loss, self._commit)
 
     def _state(self) -> dict[str, Any]:
-        """Give what a file must know beyond options and tensors, as JSON values."""
+        """Return the state that a file needs beyond options and tensors, as JSON values."""
         return {"committed": self._committed}
 
     @classmethod
@@ -121,7 +116,7 @@ class DeepEnsemble(Ensemble):
                 stored.check(f"networks.{member}.{name}", tensor.shape)
 
     def _fill(self, stored: Stored) -> None:
-        """Take over tensors and progress from a file."""
+        """Restore tensors and progress from a file."""
         committed = stored.state["committed"]
         if len(committed) != self.members or not all(isinstance(one, bool) for one in committed):
             raise PluresError(f"the progress of {self.members} members is stored as {committed!r}")
@@ -137,11 +132,6 @@ class DeepEnsemble(Ensemble):
         if list(state.shape) != [self.members] or state.dtype != torch.bool:
             raise PluresError(f"the progress of {list(state.shape)} members is stored, not {self.members}")
         self._committed = state.tolist()
-
-    def _number(self, member: int | None) -> int:
-        if not isinstance(member, int) or not 0 <= member < self.members:
-            raise PluresError(f"there is no member {member!r}: members count from 0 to {self.members - 1}")
-        return member
 
     def _starts(self, network: nn.Module) -> list[nn.Module]:
         known = moments(network)

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from plures.calling import logits_of
-from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import Init, OneStage, started
 
@@ -34,9 +33,7 @@ class Deterministic(OneStage):
 
         network = ensemble.checkout()
         """
-        if member != 0:
-            raise PluresError(f"there is no member {member!r}: an ensemble of one has member 0")
-        self._require_trained()
+        self._ready(member)
         return copy.deepcopy(self.network).eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

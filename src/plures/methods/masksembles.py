@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plures.checks import nearest
+from plures.checks import check_members, nearest
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import Init, ManyInOne, check_members, inside, layers_of, rehearse, started, widths
+from plures.methods.building import Init, ManyInOne, inside, layers_of, rehearse, started, widths
 from plures.methods.tiling import Rows, Tiled, along_width, around, batched, run
 from plures.seeding import generator
 

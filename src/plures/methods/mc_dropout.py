@@ -108,7 +108,7 @@ class MCDropout(OneStage):
         return Stage(network, step, self.loss, self._write)
 
     def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file."""
         return {
             "passes": self.passes,
             "granularity": self.granularity,
@@ -183,7 +183,7 @@ def _hook(network: nn.Module, site: str, rate: float, granularity: Granularity) 
 def _rates(
     network: nn.Module, rate: float | None, sites: Mapping[str, float] | Sequence[str] | None
 ) -> dict[str, float]:
-    """Say where dropout acts, and with which rate."""
+    """Return the dropout rate of each site."""
     modules = dict(network.named_modules())
     if sites is None:
         result = _found(network, rate)
@@ -219,7 +219,7 @@ def _found(network: nn.Module, rate: float | None) -> dict[str, float]:
 
 
 def _last_convolutions(network: nn.Module) -> list[str]:
-    """Name the last convolution larger than 1x1 of each residual block."""
+    """Return the name of the last convolution larger than 1x1 of each residual block."""
     found: dict[str, str] = {}
     for path, _ in network.named_modules():
         inside = {name: layer for name, layer in layers(network).items() if path and name.startswith(f"{path}.")}

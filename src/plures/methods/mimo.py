@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
-from plures.checks import whole_number
+from plures.checks import check_members, whole_number
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import CrossEntropy, Loss, class_axis
@@ -49,7 +49,7 @@ class MIMO(ManyInOne):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        building.check_members(members)
+        check_members(members)
         whole_number("batch_repetition", batch_repetition, most=1000)
         plain = isinstance(input_repetition, int | float) and not isinstance(input_repetition, bool)
         if not plain or not 0 <= input_repetition <= 1:
@@ -72,7 +72,7 @@ class MIMO(ManyInOne):
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
         """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
-        building.check_members(members)
+        check_members(members)
         first, last = _ends(network, stored.options["first"], stored.options["last"])
         outputs, inputs, *kernel = layers(network)[first].weight.shape
         stored.check(building.inside(first, "weight"), [outputs, inputs * members, *kernel])
@@ -87,11 +87,11 @@ class MIMO(ManyInOne):
         return super()._restore(network, stored)
 
     def _state(self) -> dict[str, Any]:
-        """Give what a file must know beyond options and tensors: also, where the classes are."""
+        """Return the state that a file needs beyond options and tensors: also the class axis."""
         return super()._state() | {"class_axis": cast(_Slots, self.network).axis}
 
     def _fill(self, stored: Stored) -> None:
-        """Take over tensors, progress and the axis of the classes from a file."""
+        """Restore tensors, progress and the axis of the classes from a file."""
         axis = _stored_axis(stored)
         super()._fill(stored)
         cast(_Slots, self.network).axis = axis
@@ -168,7 +168,7 @@ def shuffles(
     input_repetition: float,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Say which sample of a batch goes where: one row for each slot, [members, batch x batch_repetition].
+    """Return which sample of a batch goes where: one row for each slot, [members, batch x batch_repetition].
 
         rows = shuffles(128, members=2, batch_repetition=4, input_repetition=0.0)
         first_slot = images[rows[0]]
@@ -184,7 +184,7 @@ def shuffles(
 
 
 def _one_tensor(inputs: Any) -> tuple[Tensor, str | None]:
-    """Get the one tensor among a network's inputs, and its name if it has one."""
+    """Return the one tensor among a network's inputs, and its name if it has one."""
     args, kwargs = arguments(inputs)
     values = [*args, *kwargs.values()]
     if len(values) != 1 or not isinstance(values[0], Tensor):

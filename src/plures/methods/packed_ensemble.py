@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from plures.checks import number, one_of, whole_number
+from plures.checks import check_members, number, one_of, whole_number
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
@@ -160,7 +160,7 @@ class PackedLayerNorm(nn.Module):
 
 
 class Packing:
-    """Say how wide each layer of a member is, and pack a network's layers accordingly.
+    """Compute how wide each layer of a member is, and pack a network's layers accordingly.
 
         packing = Packing(network, members=4, alpha=2.0, gamma=1, first="stem", last="fc", seed=0)
         network = packing.pack(network)
@@ -178,7 +178,7 @@ class Packing:
         last: str | None,
         seed: int,
     ) -> None:
-        building.check_members(members)
+        check_members(members)
         if alpha is not None:
             number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
         whole_number("gamma", gamma)
@@ -225,7 +225,7 @@ class Packing:
         return math.lcm(*parts) * self.members / (math.gcd(*hidden) or 1)
 
     def _width(self, name: str, given: int, parts: int) -> int:
-        """Give the width that a member has where the network has `given`, which must fall into equal parts."""
+        """Return the width that a member has for a width `given` of the network; it must divide into equal parts."""
         width = self.alpha * given / self.members
         whole = round(width)
         if whole >= 1 and abs(width - whole) < WHOLE * whole and whole % parts == 0:
@@ -245,7 +245,7 @@ class Packing:
         )
 
     def _cut(self, name: str, module: Layer) -> tuple[int, int, int]:
-        """Give the inputs, the outputs and the groups that a member has at a layer."""
+        """Return the inputs, the outputs and the groups that a member has at a layer."""
         if isinstance(module, Convolution) and is_depthwise(module):
             inputs, outputs = self._widths(name, module, 1)
             return inputs, outputs, inputs
@@ -254,7 +254,7 @@ class Packing:
         return *self._widths(name, module, groups), groups
 
     def weight_shape(self, name: str, module: Layer) -> tuple[int, ...]:
-        """Give the shape of a layer's packed weight."""
+        """Return the shape of a layer's packed weight."""
         inputs, outputs, groups = self._cut(name, module)
         if isinstance(module, nn.Linear):
             return (self.members * groups, outputs // groups, inputs // groups)
@@ -327,7 +327,7 @@ def _around_again(values: Tensor, count: int) -> Tensor:
 
 
 def is_depthwise(module: Convolution) -> bool:
-    """Say whether each channel has a convolution of its own.
+    """Return whether each channel has a convolution of its own.
 
     >>> is_depthwise(nn.Conv2d(8, 8, 3, groups=8))
     True

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plures.errors import PluresError
 
-BLOCK = 8  # outputs of one input that share an owner, in linear layers split in blocks
+BLOCK = 8  # outputs of one input that have one owner with granularity "block": a vector of the CPU
 MOST_PLACES = 2**16  # of one list: they are kept in 16 bits
 
 

@@ -19,7 +19,7 @@ from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.prediction import Predictor
 
 BATCH = 256  # images in the network at once
-BLOCK = 1 << 28  # bytes of images that every member sees before the next one is made ready
+BLOCK_BYTES = 1 << 28  # bytes of images that every member sees before the next one is made ready
 SHIFT_IMAGES = 1000  # test images that are spoiled in every way: 55 passes over all of them would take hours
 OTHER_IMAGES = 10_000  # images of other data: more would not change the second digit of an AUROC
 ENGINE_MEMORY = 1 << 30  # bytes of weights that an engine may unfold
@@ -172,7 +172,7 @@ def device_of(ensemble: Ensemble) -> torch.device:
 def _inputs(split: DataSplit, spoil: Spoil | None) -> Iterator[Tensor]:
     """Yield what the network takes, block by block: the middle of the cached images, corrupted or not."""
     info = split.info
-    block = max(BATCH, BLOCK // (4 * info.channels * info.size**2))
+    block = max(BATCH, BLOCK_BYTES // (4 * info.channels * info.size**2))
     for start in range(0, len(split), block):
         pixels = torch.from_numpy(split.seen(slice(start, start + block)))
         yield info.normalise(pixels if spoil is None else spoil(pixels, start))

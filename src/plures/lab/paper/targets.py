@@ -55,7 +55,7 @@ ABLATION = (
     Variant("deep-ensemble", ("classifier=fixed",), label="deep-ensemble + FC"),
     Variant("deep-ensemble", longer=LONGER, label=f"deep-ensemble, {LONGER:g} x epochs"),
 )
-MOST_MEMBERS = 10
+FIGURE_MEMBERS = 10
 MOST_MIMO_MEMBERS = 4  # more have no room in a ResNet
 
 
@@ -101,9 +101,9 @@ def member_counts(recipe: str) -> tuple[Variant, ...]:
     The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
     """
     return (
-        *(_with_members("orthogonal-dropout", count, recipe) for count in range(2, MOST_MEMBERS + 1)),
-        Variant("deep-ensemble", members=MOST_MEMBERS, label="deep-ensemble"),
-        Variant("deep-ensemble", ("classifier=fixed",), members=MOST_MEMBERS, label="deep-ensemble + FC"),
+        *(_with_members("orthogonal-dropout", count, recipe) for count in range(2, FIGURE_MEMBERS + 1)),
+        Variant("deep-ensemble", members=FIGURE_MEMBERS, label="deep-ensemble"),
+        Variant("deep-ensemble", ("classifier=fixed",), members=FIGURE_MEMBERS, label="deep-ensemble + FC"),
     )
 
 

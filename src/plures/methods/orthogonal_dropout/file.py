@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from plures.checks import number, whole_number
+from plures.checks import check_members, number
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
-from plures.methods.orthogonal_dropout.partition import FREE, MOST_MEMBERS, Split, refilled
+from plures.methods.orthogonal_dropout.partition import FREE, SplitNetwork, refilled
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import Moments, overwrite, own_tensors
 
@@ -28,8 +28,8 @@ GONE = ("literal_gradient", "distill")  # options of earlier versions: they chan
 log = logging.getLogger("plures")
 
 
-def to_tensors(split: Split, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Give the tensors that a file holds, split weights in the dtype asked for; `draft` is the member in training."""
+def to_tensors(split: SplitNetwork, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the tensors that a file holds, split weights in the dtype asked for; `draft` is the member in training."""
     weights = own_tensors(split.network)
     result = {}
     for name, owners in split.owners().items():
@@ -58,14 +58,25 @@ def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, st
 
     Owners and weights of split tensors are compared when they are read: they take no more room than the network.
     """
-    whole_number("members", members, least=2, most=MOST_MEMBERS)
+    check_members(members, least=2)
     for name, tensor in own_tensors(network).items():
         if roles[name] is Role.PRIVATE:
             for member in range(members):
                 stored.check(_place(member, name), tensor.shape)
 
 
-def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
+def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options to build an ensemble with, and those to set afterwards, because the file settles them.
+
+    The classifier's role is among the roles. Random owners would be drawn in vain, which takes as long as loading all
+    the rest. And nobody who loads a trained ensemble needs to hear that a given network was thin to split.
+    """
+    later = {"classifier": None, "optimize_masks": True, "init": "fresh"}
+    now = {name: value for name, value in stored.items() if name not in GONE}
+    return now | later, {name: stored[name] for name in later}
+
+
+def from_tensors(split: SplitNetwork, stored: Stored, members: Sequence[int]) -> None:
     """Fill a split network from a file's tensors, reading only what the given members need."""
     owners = {}
     for name, like in split.owners().items():
@@ -90,14 +101,14 @@ def from_tensors(split: Split, stored: Stored, members: Sequence[int]) -> None:
         split.private.write(member, {name: stored.read(_place(member, name), row.shape) for name, row in rows.items()})
 
 
-def draft_from(split: Split, stored: Stored) -> nn.Module:
+def draft_from(split: SplitNetwork, stored: Stored) -> nn.Module:
     """Read the member in training."""
     own = own_tensors(split.network)
     return refilled(split.network, {name: stored.read(f"draft/{name}", tensor.shape) for name, tensor in own.items()})
 
 
-def expected_bytes(split: Split) -> dict[Role, float]:
-    """Reckon what the file of the complete ensemble holds, by role; the owners count to the split weights."""
+def expected_bytes(split: SplitNetwork) -> dict[Role, float]:
+    """Compute what the file of the complete ensemble holds, by role; the owners count to the split weights."""
     found = dict.fromkeys(Role, 0.0)
     for name, tensor in own_tensors(split.network).items():
         role = split.roles[name]
@@ -107,8 +118,8 @@ def expected_bytes(split: Split) -> dict[Role, float]:
     return found
 
 
-def role_lines(split: Split) -> list[str]:
-    """Say how many numbers have which role."""
+def role_lines(split: SplitNetwork) -> list[str]:
+    """Describe how many numbers have each role."""
     lines = []
     for role in Role:
         named = [tensor for name, tensor in own_tensors(split.network).items() if split.roles[name] is role]
@@ -119,7 +130,7 @@ def role_lines(split: Split) -> list[str]:
     return lines
 
 
-def warn_if_large(split: Split, network: str, plain_bytes: int) -> None:
+def warn_if_large(split: SplitNetwork, network: str, plain_bytes: int) -> None:
     """Warn of a file that will be much larger than the plain network's."""
     total = sum(expected_bytes(split).values())
     large = total > LARGE_FILE * plain_bytes and total > plain_bytes + LARGE_BYTES
@@ -134,7 +145,7 @@ def warn_if_large(split: Split, network: str, plain_bytes: int) -> None:
 
 
 def moments_from(stored: Mapping[str, Any], known: Mapping[str, Role]) -> Moments:
-    """Take over the moments that a file holds."""
+    """Restore the moments that a file holds."""
     result: Moments = {}
     for name, (mean, deviation) in stored.items():
         number(f"the mean of {name!r}", mean, "a number")

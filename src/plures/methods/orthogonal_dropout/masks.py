@@ -1,6 +1,6 @@
 """The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
-
-BLOCK = 8  # outputs of one input that have one owner with granularity "block": a vector of the CPU
+from plures.native.lists import BLOCK
 
 
 def spread(owners: Tensor, weight: Tensor) -> Tensor:
@@ -151,39 +150,30 @@ def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     which rounds differently.
     """
     owners = spread(owners, weight)
-    if not plain(weight):
+    if not _plain(weight):
         return weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
-    known = owners.numpy()
-    return cut(weight, lambda rows: known[rows] == member)
+    return _cut(weight, owners.numpy(), member)
 
 
-def plain(weight: Tensor) -> bool:
-    """Say whether `cut` can work on a weight: float32 on the CPU, contiguous, and nothing that needs a gradient.
-
-    >>> plain(torch.zeros(3, 3))
-    True
-    """
+def _plain(weight: Tensor) -> bool:
+    """Return whether `_cut` can work on a weight: float32 on the CPU, contiguous, and nothing that needs a gradient."""
     ready = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
     return ready and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled())
 
 
-def cut(weight: Tensor, mine: Callable[[slice], NDArray[np.bool_]], scale: Tensor | None = None) -> Tensor:
-    """Keep some rows of a weight where `mine` is set, and multiply them by a scale of as many rows.
+def _cut(weight: Tensor, owners: NDArray[np.uint8], member: int) -> Tensor:
+    """Keep the entries of a weight that a member owns.
 
-    Done by bits, so few rows at a time that what lies between the operations stays in the cache: several times faster,
-    and in less memory, than a choice by booleans.
+    Done by bits, a few rows at a time, so that what lies between the operations stays in the cache: several times
+    faster, and in less memory, than a choice by booleans.
     """
     part = torch.empty_like(weight, requires_grad=False)
-    values, bits = part.numpy(), weight.detach().numpy().view(np.int32)
-    factors = None if scale is None else scale.detach().numpy()
+    values, bits = part.numpy().view(np.int32), weight.detach().numpy().view(np.int32)
     step = max(1, 2**17 * len(bits) // max(bits.size, 1))
     for start in range(0, len(bits), step):
-        rows = slice(start, min(start + step, len(bits)))
-        keep = np.negative(mine(rows).view(np.int8))  # all bits or none
-        np.bitwise_and(bits[rows], keep, out=values.view(np.int32)[rows])
-        if factors is not None:
-            with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers show in the prediction
-                values[rows] *= factors[rows]
+        rows = slice(start, start + step)
+        keep = np.negative((owners[rows] == member).view(np.int8))  # all bits or none
+        np.bitwise_and(bits[rows], keep, out=values[rows])
     return part
 
 
@@ -230,13 +220,13 @@ def _masked_tensor(attribute: str) -> property:
 
 
 def mask_of(network: nn.Module, name: str) -> nn.Module:
-    """Get the mask that `put_on` put on a weight."""
+    """Return the mask that `put_on` put on a weight."""
     path, _, attribute = name.rpartition(".")
     return network.get_submodule(f"{path}.parametrizations.{attribute}.0".lstrip("."))
 
 
 def unmasked(network: nn.Module) -> dict[str, Tensor]:
-    """Name the tensors of a masked network as before the masks came, with the values underneath."""
+    """Return the tensors of a masked network by their names without masks, with the values underneath."""
     masked = {
         f"{path}.parametrizations.{attribute}.".lstrip("."): f"{path}.{attribute}".lstrip(".")
         for path, layer in network.named_modules(remove_duplicate=False)

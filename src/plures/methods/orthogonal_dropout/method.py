@@ -18,7 +18,14 @@ from plures.methods.orthogonal_dropout import file, phases
 from plures.methods.orthogonal_dropout.engines.choosing import made
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.masks import put_on, unmasked
-from plures.methods.orthogonal_dropout.partition import Granularity, Partition, Private, Split, refilled, warn_if_thin
+from plures.methods.orthogonal_dropout.partition import (
+    Granularity,
+    Partition,
+    Private,
+    SplitNetwork,
+    refilled,
+    warn_if_thin,
+)
 from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.seeding import check_seed
@@ -130,9 +137,9 @@ class OrthogonalDropout(Ensemble):
         return stage
 
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
-        """Name the phases of a member: the first may start from given weights, the last takes what is left."""
+        """Return the phases of a member: the first may start from given weights, the last takes what is left."""
         if not self.optimize_masks or not self.owners:
-            return [phases.Train.name]
+            return [phases.TrainOnce.name]
         given_whole = self.init == "given" and not claimed_by_others and not any(self._progress.attempts)
         takes_the_rest = len(claimed_by_others) == self.members - 1
         skipped = {phases.Pretrain.name: given_whole, phases.Prune.name: takes_the_rest, phases.Finetune.name: False}
@@ -209,9 +216,9 @@ class OrthogonalDropout(Ensemble):
         return self._partition.owners()
 
     @property
-    def _split(self) -> Split:
+    def _split(self) -> SplitNetwork:
         """The split network: its weights, their owners, and the members that can predict."""
-        return Split(self.network, self.roles, self._partition, self._private, self.trained)
+        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained)
 
     def checkout(self, member: int) -> nn.Module:
         """Return one trained member as a plain network of your own class, in eval mode.
@@ -262,15 +269,15 @@ class OrthogonalDropout(Ensemble):
     # What a file holds
 
     def options(self) -> dict[str, Any]:
-        """Give the constructor's arguments as JSON values, so that a file can build the ensemble again."""
+        """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file."""
         return super().options() | {"roles": {name: role.value for name, role in self.roles.items()}}
 
     def _state(self) -> dict[str, Any]:
-        """Give what a file must know beyond options and tensors, as JSON values."""
+        """Return the state that a file needs beyond options and tensors, as JSON values."""
         return {**self._progress.as_json(), "moments": self._moments}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Give the tensors that a file holds: owners packed, weights by member."""
+        """Return the tensors that a file holds: owners packed, weights by member."""
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to save it again")
         return file.to_tensors(self._split, self._draft, dtype)
@@ -282,22 +289,18 @@ class OrthogonalDropout(Ensemble):
 
     @classmethod
     def _restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
-        """Build an ensemble from what `options`, `state` and `tensors` gave."""
         cls._check_before_building(network, stored)
-        # The roles in the file are resolved: what becomes of the classifier is among them.
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
-        # So are the owners, which would be drawn at random in vain: that took as long as all the rest of loading.
-        # And whoever loads a trained ensemble need not hear that a given network was thin to split.
         one_of("init", stored.options["init"], get_args(Init))
-        given = {name: value for name, value in stored.options.items() if name not in file.GONE}
-        ensemble = cls(network, **{**given, "classifier": None, "optimize_masks": True, "init": "fresh"})
-        ensemble.classifier, ensemble.init = stored.options["classifier"], stored.options["init"]
-        ensemble.optimize_masks = bool(stored.options["optimize_masks"])
+        now, later = file.options_to_build(stored.options)
+        ensemble = cls(network, **now)
+        for name, value in later.items():
+            setattr(ensemble, name, value)
         ensemble._fill(stored)
         return ensemble
 
     def _fill(self, stored: Stored) -> None:
-        """Take over tensors and progress from a file, all or those of some members."""
+        """Restore tensors and progress from a file, all or those of some members."""
         self._progress.take(stored.state)
         self._moments = file.moments_from(stored.state["moments"], self.roles)
         if stored.members is not None:
@@ -308,7 +311,7 @@ class OrthogonalDropout(Ensemble):
         self._ticket = object()
 
     def _size_lines(self) -> list[str]:
-        """Say how large the ensemble is, by role."""
+        """Describe the size of the ensemble, by role."""
         stored = sum(file.expected_bytes(self._split).values())
         return [*file.role_lines(self._split), file_line(stored, self.given.nbytes)]
 
@@ -327,21 +330,10 @@ class OrthogonalDropout(Ensemble):
 
     # Checks
 
-    def _number(self, member: int | None) -> int:
-        if not isinstance(member, int) or not 0 <= member < self.members:
-            raise PluresError(f"there is no member {member!r}: members count from 0 to {self.members - 1}")
-        return member
-
     def _ready(self, member: int) -> int:
-        if self._number(member) not in self.trained:
-            missing = "is not trained" if self._loaded is None else "was not loaded"
-            raise PluresError(f"member {member} {missing}; trained members: {self.trained or 'none'}")
-        return member
-
-    def _all_ready(self) -> list[int]:
-        if not self.trained:
-            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
-        return self.trained
+        if self._loaded is not None and self._number(member) not in self._loaded:
+            raise PluresError(f"member {member} was not loaded; trained members: {self.trained or 'none'}")
+        return super()._ready(member)
 
     def _out_of_date(self, step: Step) -> PluresError:
         ahead = due(self.plan())

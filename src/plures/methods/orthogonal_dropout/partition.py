@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plures.checks import one_of, whole_number
+from plures.checks import check_members, one_of
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.masks import BLOCK, owned_part, spread
+from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.roles import Role
+from plures.native.lists import BLOCK
 from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
-MOST_MEMBERS = 255
 FEW_INPUTS = 4  # of an output that a member owns; below, the split had a worse NLL than the given network (digits)
 Granularity = Literal["weight", "kernel", "block"]
 log = logging.getLogger("plures")
@@ -42,7 +42,7 @@ class Partition(nn.Module):
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
         super().__init__()
-        whole_number("members", members, least=2, most=MOST_MEMBERS)
+        check_members(members, least=2)
         one_of("granularity", granularity, get_args(Granularity))
         self.members = members
         self.granularity = granularity
@@ -58,7 +58,7 @@ class Partition(nn.Module):
         self.register_load_state_dict_post_hook(_check_after_load)  # type: ignore[no-untyped-call]
 
     def owners(self) -> dict[str, Tensor]:
-        """Map each split tensor's name to its owners: uint8, 255 where free."""
+        """Map each split tensor's name to its owners: uint8, 255 if free."""
         return {name: self.get_buffer(buffer) for name, buffer in self._buffer_names.items()}
 
     def budget(self, name: str, member: int) -> int:
@@ -143,7 +143,7 @@ def _check_after_load(partition: Partition, _incompatible: object) -> None:
 
 
 def owner_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ...]:
-    """Give the shape of a weight's owners, which broadcasts against the weight once `spread`.
+    """Return the shape of a weight's owners, which broadcasts against the weight once `spread`.
 
         >>> owner_shape((64, 3, 3, 3), "kernel")
         (64, 3, 1, 1)
@@ -189,7 +189,7 @@ class Private(nn.Module):
                 self.register_buffer(self._stack_names[name], stack)
 
     def rows(self, member: int) -> dict[str, Tensor]:
-        """Give one member's tensors by name, as views."""
+        """Return one member's tensors by name, as views."""
         return {name: getattr(self, s)[member].view(self._shapes[name]) for name, s in self._stack_names.items()}
 
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
@@ -200,7 +200,7 @@ class Private(nn.Module):
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitNetwork:
     """The parts of a split network, and the members that can predict.
 
         split = ensemble.split
@@ -222,11 +222,11 @@ class Split:
         return self.partition.members
 
     def owners(self) -> dict[str, Tensor]:
-        """Map each split tensor's name to its owners: uint8, 255 where free."""
+        """Map each split tensor's name to its owners: uint8, 255 if free."""
         return self.partition.owners()
 
     def member(self, member: int) -> dict[str, Tensor]:
-        """Give the tensors of one member by their first names: its weights, zero elsewhere, and its private ones."""
+        """Return the tensors of one member by their first names: its weights, zero elsewhere, and its private ones."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         for name, owners in self.owners().items():
             values[name] = owned_part(values[name], owners, member)

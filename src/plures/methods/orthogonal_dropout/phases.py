@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import Keep, TopK, gathered, in_layout_of, mask_of, spread
-from plures.methods.orthogonal_dropout.partition import Partition, Split
+from plures.methods.orthogonal_dropout.partition import Partition, SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors
@@ -35,7 +35,7 @@ class Phase(ABC):
     completes: ClassVar[bool] = False  # whether the member can predict after it
 
     def trains(self, role: Role) -> bool:
-        """Say whether the tensors of a role are trained."""
+        """Return whether the tensors of a role are trained."""
         return role is not Role.SHARED
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Phase(ABC):
         """Make the mask under which the stage sees a split weight."""
 
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Give the member what the trained stage has chosen for it: nothing, unless the phase overrides it."""
+        """Assign to the member what the trained stage has chosen for it: nothing, unless the phase overrides it."""
         return
 
 
@@ -57,7 +57,7 @@ class Pretrain(Phase):
         return Keep(in_layout_of(weight, spread(partition.free(name), weight)))
 
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Give the last member all that is left; the others choose when they prune."""
+        """Assign all that is left to the last member; the others choose when they prune."""
         if len(partition.claimed()) == partition.members - 1:
             log.info("member %d takes all remaining weights: its prune stage is skipped", member)
             partition.claim(member, {name: partition.free(name) for name in partition.owners()})
@@ -82,7 +82,7 @@ class Prune(Phase):
         return TopK(scores / largest, free, partition.budget(name, member))
 
     def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Give the member the weights of the largest scores."""
+        """Assign the weights with the largest scores to the member."""
         chosen = {name: cast(TopK, mask_of(network, name)).chosen() for name in partition.owners()}
         partition.claim(member, chosen)
 
@@ -98,16 +98,16 @@ class Finetune(Phase):
         return Keep(in_layout_of(weight, spread(partition.owned(name, member), weight)))
 
 
-class Train(Finetune):
+class TrainOnce(Finetune):
     """Train what the member was given at random: the only phase without optimised masks."""
 
     name = "train"
 
 
-PHASES: dict[str, type[Phase]] = {phase.name: phase for phase in (Pretrain, Prune, Finetune, Train)}
+PHASES: dict[str, type[Phase]] = {phase.name: phase for phase in (Pretrain, Prune, Finetune, TrainOnce)}
 
 
-def refuse_other_start(stage: Stage, phase: Phase, split: Split, values: Mapping[str, Tensor]) -> None:
+def refuse_other_start(stage: Stage, phase: Phase, split: SplitNetwork, values: Mapping[str, Tensor]) -> None:
     """Refuse a stage that was trained with other shared weights or masks than the ensemble has."""
     own = own_tensors(split.network)
     refuse_other_shared(stage, {name: own[name] for name in own if split.roles[name] is Role.SHARED}, values)
@@ -173,18 +173,18 @@ class Progress:
         return next((m for m, done in enumerate(self.committed) if done and not PHASES[done[-1]].completes), None)
 
     def ahead(self, member: int, phases: list[str]) -> list[str]:
-        """Give those of a member's phases that come after the ones it has behind it."""
+        """Return those of a member's phases that come after its committed ones."""
         order = list(PHASES)
         done = self.committed[member]
         reached = order.index(done[-1]) if done else -1
         return [phase for phase in phases if order.index(phase) > reached]
 
     def as_json(self) -> dict[str, Any]:
-        """Give the progress as JSON values."""
+        """Return the progress as JSON values."""
         return {"committed": self.committed, "attempts": self.attempts}
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Take over what `as_json` gave; refuse what no training can lead to."""
+        """Restore what `as_json` gave; refuse what no training can lead to."""
         committed, attempts = values["committed"], values["attempts"]
         if not len(committed) == len(attempts) == len(self.committed):
             raise PluresError(f"the progress of {len(committed)} members is stored, not {len(self.committed)}")
@@ -196,12 +196,12 @@ class Progress:
         self.attempts = list(attempts)
 
     def as_tensor(self) -> Tensor:
-        """Give the progress as numbers for a state dict."""
+        """Return the progress as numbers for a state dict."""
         rows = zip(self.committed, self.attempts, strict=True)
         return torch.tensor([[*(phase in done for phase in PHASES), attempts] for done, attempts in rows])
 
     def take_tensor(self, state: Tensor) -> None:
-        """Take over what `as_tensor` gave."""
+        """Restore what `as_tensor` gave."""
         rows = state.tolist()
         committed = [[phase for phase, done in zip(PHASES, row, strict=False) if done] for row in rows]
         self.take({"committed": committed, "attempts": [row[-1] for row in rows]})

@@ -36,11 +36,11 @@ ADAPTER_SHARE = 0.1  # of the numbers of a network: if no more are trainable, th
 
 
 def roles(
-    network: nn.Module, classifier: str | None = None, *, fixed: bool = False, embeddings: str | None = None
+    network: nn.Module, last: str | None = None, *, fixed: bool = False, embeddings: str | None = None
 ) -> dict[str, Role]:
     """Return the role of every named tensor of a network; edit the result and pass it to a method.
 
-        roles = plures.roles(network, classifier="head.fc")
+        roles = plures.roles(network, last="head.fc")
         ensemble = plures.OrthogonalDropout(network, roles=roles)
 
     Weights of linear, convolution, attention and recurrent layers are split. Norm layers (parameters and buffers),
@@ -48,8 +48,8 @@ def roles(
     shared. If at most a tenth of the network is trainable (adapters such as LoRA, or a new head), all of that is
     private. Tensors tied under several names have one role: shared before private before split.
 
-    - `classifier`: the name of the classifier; by default, the last Linear, or without a Linear the last layer if it is
-      a 1x1 convolution. It is private if small and split if large.
+    - `last`: the name of the classifier; by default, the last Linear, or without a Linear the last layer if it is a
+      1x1 convolution. It is private if small and split if large.
     - `fixed`: make the classifier shared, as in the paper.
     - `embeddings`: one role for all embeddings ("shared" keeps those of a large pre-trained network as they are); by
       default, they are private if small and split if large.
@@ -58,7 +58,7 @@ def roles(
     one_of("embeddings", embeddings, (None, *Role))
     names = tensors(network)
     modules = dict(network.named_modules(remove_duplicate=False))
-    found = _last_layer(network) if classifier is None else _named_classifier(modules, classifier)
+    found = _last_layer(network) if last is None else _named_classifier(modules, last)
     of_classifier = set() if found is None else {id(parameter) for parameter in modules[found].parameters()}
     splittable = {
         f"{path}.{attribute}".lstrip("."): module
@@ -140,7 +140,7 @@ def no_classifier(network: nn.Module) -> PluresError:
     """Return the error of a network whose classifier is not known."""
     return PluresError(
         f"{type(network).__name__} has no Linear and no last 1x1 convolution that could be the classifier: name the "
-        "layer that gives the logits with roles=plures.roles(network, classifier=..., fixed=True)"
+        "layer that gives the logits with roles=plures.roles(network, last=..., fixed=True)"
     )
 
 
@@ -220,8 +220,8 @@ def _last_layer(network: nn.Module) -> str | None:
 
 def _named_classifier(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
-        raise PluresError(f"classifier={name!r} is not a module of the network{nearest(name, modules)}")
+        raise PluresError(f"last={name!r} is not a module of the network{nearest(name, modules)}")
     if not isinstance(modules[name], nn.Linear | _ConvNd):
         kind = type(modules[name]).__name__
-        raise PluresError(f"classifier={name!r} is a {kind}; name the Linear or convolution that gives the logits")
+        raise PluresError(f"last={name!r} is a {kind}; name the Linear or convolution that gives the logits")
     return name

@@ -14,7 +14,7 @@ from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, refuse
 from plures.methods.orthogonal_dropout.engines.owned.layers import OwnedConvolution
 from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import why_unavailable
 from plures.tensors import own_tensors
 
@@ -28,7 +28,7 @@ COST_OF_ROWS = {"block": 5.5, "weight": 7.5}  # other linear layers: one sample 
 MOVED = 16  # multiplications that take as long as to read or write one number
 
 
-def made(split: Split, kind: str | None, memory: int | None, fold: bool) -> Engine:
+def made(split: SplitNetwork, kind: str | None, memory: int | None, fold: bool) -> Engine:
     """Make an engine of one kind, or the fastest one whose weights fit into so many bytes.
 
     engine = made(split, None, memory=200_000_000, fold=True)
@@ -43,7 +43,7 @@ def made(split: Split, kind: str | None, memory: int | None, fold: bool) -> Engi
         return Unfolded(split, graph if fold else None)
 
 
-def _fastest(split: Split, graph: Graph | None, memory: int | None) -> str:
+def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> str:
     """Return the fastest kind that fits; write into the log which one, and if only a library is missing."""
     unfolded = len(split.trained) * sum(tensor.nbytes for tensor in own_tensors(split.network).values())
     owned = owned_bytes(split)
@@ -64,7 +64,7 @@ def _fastest(split: Split, graph: Graph | None, memory: int | None) -> str:
     return kind
 
 
-def _possible(split: Split, graph: Graph | None) -> bool:
+def _possible(split: SplitNetwork, graph: Graph | None) -> bool:
     try:
         refuse_if_impossible(split, graph)
     except PluresError:
@@ -72,7 +72,7 @@ def _possible(split: Split, graph: Graph | None) -> bool:
     return True
 
 
-def is_owned_faster(split: Split, graph: Graph) -> bool:
+def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
     """Return whether the owned engine can run here and should be faster than each member as a separate network.
 
     is_owned_faster(split, graph_of(split.network))
@@ -136,7 +136,7 @@ def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
     return {}
 
 
-def owned_bytes(split: Split) -> int:
+def owned_bytes(split: SplitNetwork) -> int:
     """Return the bytes of the lists that the owned engine holds, and of what is private.
 
     owned_bytes(split)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plures.calling import arguments, batch_of, call, copied, logits_of, rows_of
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 
 CLOSE = 1e-5  # what answers may differ by, relative to their size
 MOST_SAMPLES = 64  # of a batch that are compared
@@ -25,7 +25,7 @@ class Comparison:
     other, the parts differ from the whole.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: SplitNetwork) -> None:
         self.split = split
         self.sizes: set[int] = set()
         self.batched: set[tuple[bool, ...]] = set()

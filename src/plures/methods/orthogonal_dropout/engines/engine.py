@@ -11,7 +11,7 @@ from torch import Tensor
 from plures.calling import Arguments
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.engines.comparing import CLOSE, Comparison
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.prediction import Predictor
 
 log = logging.getLogger("plures")
@@ -53,7 +53,7 @@ class Engine(Predictor, ABC):
         """Return the logits of some members for several batches, joined."""
 
     @abstractmethod
-    def _run_members_apart(self, split: Split) -> None:
+    def _run_members_apart(self, split: SplitNetwork) -> None:
         """Run each member as a separate network from now on."""
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.graph import Graph
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import own_tensors
 
 
-def foldable(split: Split, graph: Graph | None) -> dict[str, str]:
+def foldable(split: SplitNetwork, graph: Graph | None) -> dict[str, str]:
     """Return the convolutions that take in the batch norm after them: name of the one -> name of the other.
 
         foldable(split, graph_of(split.network))["conv1"]  # "bn1"
@@ -31,7 +31,9 @@ def foldable(split: Split, graph: Graph | None) -> dict[str, str]:
     return {convolution: norm for convolution, norm in pairs.items() if folds(convolution)}
 
 
-def fold_norms(split: Split, member: int, pairs: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def fold_norms(
+    split: SplitNetwork, member: int, pairs: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the factors of each convolution that takes its norm layer in, and the private tensors that remain.
 
     scales, private = fold_norms(split, 2, pairs)

@@ -10,7 +10,7 @@ from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.comparing import Comparison
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable, remove_norms
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.tensors import overwrite, own_tensors
 
 
@@ -24,7 +24,7 @@ class Unfolded(Engine):
 
     kind = "unfolded"
 
-    def __init__(self, split: Split, graph: Graph | None = None) -> None:
+    def __init__(self, split: SplitNetwork, graph: Graph | None = None) -> None:
         super().__init__()
         self.members = split.trained
         pairs = foldable(split, graph)
@@ -48,5 +48,5 @@ class Unfolded(Engine):
     def _run(self, network: nn.Module, batches: list[Any]) -> Tensor:
         return torch.cat([logits_of(call(network, copied(batch))) for batch in batches])
 
-    def _run_members_apart(self, split: Split) -> None:
+    def _run_members_apart(self, split: SplitNetwork) -> None:
         self.networks = nn.ModuleList(split.checkout(member).requires_grad_(False) for member in self.members)

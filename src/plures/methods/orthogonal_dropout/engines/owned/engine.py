@@ -14,7 +14,7 @@ from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldab
 from plures.methods.orthogonal_dropout.engines.owned.parts import OfMembers, Parts
 from plures.methods.orthogonal_dropout.engines.owned.rewriting import Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import load
 from plures.native.structures import refuse_gradients
 from plures.tensors import own_tensors, shell
@@ -35,7 +35,7 @@ class Owned(Engine):
     kind = "owned"
     network: nn.Module
 
-    def __init__(self, split: Split, graph: Graph | None, fold: bool = True) -> None:
+    def __init__(self, split: SplitNetwork, graph: Graph | None, fold: bool = True) -> None:
         super().__init__()
         graph = refuse_if_impossible(split, graph)
         self.members = split.trained
@@ -102,7 +102,7 @@ class Owned(Engine):
             self._of_some[indices] = found
         return found
 
-    def _run_members_apart(self, split: Split) -> None:
+    def _run_members_apart(self, split: SplitNetwork) -> None:
         separate = Unfolded(split)
         self.one_by_one = [name for name, _ in separate.networks[0].named_children()]
         self._separate = separate
@@ -121,7 +121,7 @@ class Owned(Engine):
         return self
 
 
-def refuse_if_impossible(split: Split, graph: Graph | None) -> Graph:
+def refuse_if_impossible(split: SplitNetwork, graph: Graph | None) -> Graph:
     """Return the graph of a network that the native kernels can run; refuse others, and say why.
 
     refuse_if_impossible(split, graph_of(split.network))

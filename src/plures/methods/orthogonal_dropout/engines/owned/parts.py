@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from plures.methods.orthogonal_dropout.masks import owned_part, spread
-from plures.methods.orthogonal_dropout.partition import Split
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native.lists import Lists, block_lists, kernel_lists
 from plures.tensors import canonical, own_tensors
@@ -48,7 +48,7 @@ class Parts:
     parts.stack("bn1.weight")  # [members, 64]
     """
 
-    def __init__(self, split: Split, folded: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+    def __init__(self, split: SplitNetwork, folded: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
         self.members = split.trained
         self.running = Running(len(self.members))
         self.owners = split.owners()
