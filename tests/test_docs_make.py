@@ -81,7 +81,7 @@ def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkey
         return {}
 
     monkeypatch.setattr(evidence, "make_runs", make)
-    monkeypatch.setattr(store, "costs_of", lambda *_: Costs(size=1.0, prediction=2.0, epochs=3.0))
+    monkeypatch.setattr(store.costs, "kept_costs", lambda _: Costs(size=1.0, prediction=2.0, epochs=3.0))
     with pytest.raises(KeyboardInterrupt):
         evidence.main(["--runs", str(tmp_path / "one machine")])
     evidence.main(["--runs", str(tmp_path / "another")])  # which has none of the runs, and makes the last one only

@@ -253,7 +253,7 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
     )
     words = ["train", "--method", "own_methods:Pair", "--set", "init=given", *SMALL]
     with monkeypatch.context() as patch:
-        patch.setattr("plures.lab.training.fit.evaluate", lambda *_: 1 / 0)
+        patch.setattr("plures.lab.training.train.evaluate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(words)
     run = Path("runs/digits-pair-seed0")
@@ -345,7 +345,7 @@ def test_an_interrupted_training_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("plures.lab.training.fit.fit", interrupted)
+    monkeypatch.setattr("plures.lab.training.train.fit", interrupted)
     assert main(["train", "--run", str(tmp_path / "run"), *SMALL]) == 130
     assert "the same command resumes" in capsys.readouterr().err
 
@@ -580,6 +580,28 @@ def test_bad_pictures_are_named_and_the_others_predicted(
     assert "huge.png is too large: images may have at most 89,478,485 pixels" in answer.err
     assert "colour.png was converted to grey" in caplog.text
     assert "large.png was brought from 20 x 20 to 8 x 8 pixels" in caplog.text
+
+
+def test_data_with_a_relative_path_are_found_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, colour in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
+        for number in range(10):
+            file = tmp_path / "here" / "my colours" / name / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), colour).save(file)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["--data", "my colours", "--size", "8", "--limit", "None", "--validation", "4", "--run", "../there/run"]
+    assert main(["train", "--method", "deterministic", "--width", "8", "--epochs.train", "1", *words]) == 0
+    assert "--data 'my colours'" in train_command(RunFolder("../there/run").config(), Path("run"))
+    monkeypatch.chdir(tmp_path / "there")
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["test"]["images"] == 4
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").rename(tmp_path / "moved")
+    assert main(["evaluate", "moved/run"]) == 0
 
 
 def test_pictures_are_prepared_as_the_training_images(

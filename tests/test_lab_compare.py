@@ -3,7 +3,6 @@
 import copy
 import csv
 import json
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -11,22 +10,28 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab import terminal
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
-from plures.lab.compare.costs import Costs, measured_costs, relative
+from plures.lab.compare.costs import relative
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
-from plures.lab.compare.rows import Finished, published, rows_of, with_costs
+from plures.lab.compare.rows import Finished, published, rows_of
 from plures.lab.compare.table import as_csv, columns, markdown
+from plures.lab.data import Split
+from plures.lab.evaluation import evaluate as evaluation
 from plures.lab.models import build
 from plures.lab.paper.published import TABLE1, TABLE3, Published
 from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.config import train_words
 from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import open_run
+from plures.prediction import Predictor
+from plures.storage import save
 from short import METHODS, SHORT, SHORT_WORDS, launcher_here, make
 
 
@@ -75,24 +80,49 @@ def test_compare_writes_what_the_runs_measured_and_makes_none_again(
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("ensemble.safetensors")} == before
 
 
-def test_a_comparison_builds_no_network_itself_but_for_costs(
-    finished: tuple[Comparison, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_builds_its_network_and_engine_once_and_predicts_every_image_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
+    engines: list[object] = []
+    predicted: list[str] = []
 
     def counted(model: str, *words: int, **more: Any) -> torch.nn.Module:
-        network = build(model, *words, **more)
-        if not next(network.parameters()).is_meta:  # a sketch of its shapes costs nothing
-            built.append(model)
-        return network
+        built.append(model)
+        return build(model, *words, **more)
 
+    def made(ensemble: Ensemble) -> Predictor:
+        engines.append(ensemble)
+        return evaluation.fastest(ensemble)
+
+    def asked(ensemble: Ensemble, split: Split, *words: Any, **more: Any) -> Any:
+        predicted.append(split.name)
+        return predictions(ensemble, split, *words, **more)
+
+    predictions = evaluation.predictions
     monkeypatch.setattr("plures.lab.runs.open.build", counted)
-    monkeypatch.setattr("plures.lab.compare.compare.run_all", lambda jobs, *_: {job.run: "not made" for job in jobs})
-    comparison, runs = finished
-    make_runs(comparison.jobs(tmp_path), 1, None, "here")  # two seeds of each method
-    assert not built
-    measured_costs(runs / "digits/orthogonal-dropout/seed-0")
-    assert len(built) == 1
+    monkeypatch.setattr("plures.lab.training.train.fastest", made)
+    monkeypatch.setattr(evaluation, "predictions", asked)
+    job = Job(SHORT, Variant("orthogonal-dropout"), tmp_path / "digits/x/seed-0", "digits")
+    with pytest.MonkeyPatch.context() as patch:
+        saved: list[str] = []
+
+        def kept(one: Ensemble, path: Path) -> None:
+            saved.append(path.name)
+            save(one, path)
+
+        patch.setattr("plures.lab.training.fit.save", kept)
+        make(job)
+    assert built == [SHORT.model]
+    assert len(engines) == 1
+    assert sorted(predicted) == ["test", "validation"]
+    assert saved.count("ensemble.safetensors") == 1
+    assert open_run(job.run).ensemble.calibration.temperature == RunFolder(job.run).metrics()["temperature"]  # type: ignore[union-attr]
+    built.clear()
+    (row,) = rows_of([tmp_path])
+    assert row.costs is not None
+    assert row.runs[0].command
+    assert built == [], "names, costs and commands need no network"
 
 
 def test_a_failed_run_stops_no_other_and_tells_why(
@@ -312,28 +342,6 @@ def test_the_paper_has_no_figures_for_other_members_epochs_or_options(finished: 
     assert paper(usual, 5, made) is None, "our default is not the paper's form"
 
 
-def test_naming_rows_builds_no_network_and_measuring_one_builds_one(
-    finished: tuple[Comparison, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, runs = finished
-    shutil.copytree(runs / "digits/orthogonal-dropout", tmp_path / "orthogonal-dropout")
-    for kept in tmp_path.rglob("costs.json"):
-        kept.unlink()
-    built = []
-
-    def counted(name: str, *words: Any, **options: Any) -> Any:
-        if torch.get_default_device().type != "meta":  # where a network takes no memory
-            built.append(name)
-        return build(name, *words, **options)
-
-    monkeypatch.setattr("plures.lab.runs.open.build", counted)
-    rows = rows_of([tmp_path])
-    assert [row.runs[0].command for row in rows]
-    assert built == []
-    assert with_costs(rows)[0].costs is not None
-    assert len(built) == 1, "the method's speed is measured on a copy of the one that it is compared with"
-
-
 def test_runs_of_the_last_version_have_names_and_commands() -> None:
     written = Path(__file__).parent / "data" / "v0.1" / "runs"
     names = ("deep-ensemble", "mc-dropout", "orthogonal-dropout")
@@ -362,13 +370,12 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "runs").exists()
 
 
-def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path) -> None:
     fixed = Variant("deep-ensemble", members=3, label="deep-ensemble")
     counts = tuple(
         Variant("orthogonal-dropout", members=count, label=f"orthogonal-dropout {count}") for count in (2, 3)
     )
     comparison = Comparison("digits", SHORT, (*counts, fixed))
-    monkeypatch.setattr("plures.lab.compare.costs._measure", lambda _: Costs(1, 1, 1))  # not what is drawn
     make(*comparison.jobs(tmp_path))
     (rows,) = compare([comparison], tmp_path)
     for target in ("figure1", "figure2"):

@@ -199,7 +199,7 @@ def test_broken_runs_are_named_interrupted_ones_resumed_and_finished_ones_kept()
     code, out, err = here(*words, "--json")
     assert code == 2, "some runs failed"
     assert "5 runs: 1 done before, 4 to train" in err
-    rows = {row["name"]: row for row in json.loads(out[out.index("{") :])["rows"]}
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
     assert rows["crashed"]["failures"] == ["seed 0: its process was ended by SIGKILL"]
     assert rows["lost"]["failures"] == ["seed 0: the way was lost"]
     assert rows["broken"]["failures"] == [f"seed 0: KeyError: 'the way' (see runs/digits/mine-broken/seed-0/{OUTPUT})"]

@@ -12,7 +12,7 @@ from plures.lab.compare.rows import Row, rows_of
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report.page import write_report
-from plures.lab.training.fit import train
+from plures.lab.training.train import train
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.webdriver.common.by import By

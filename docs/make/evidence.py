@@ -146,7 +146,7 @@ def main(words: Sequence[str] | None = None) -> None:
         kept = [job for job, images in jobs if images == "metrics" and store.read(job, images)]
         for job in {job.run.parent: job for job in kept}.values():
             with noted(failures, job):
-                store.keep_costs(job, asked.data_dir)
+                store.keep_costs(job)
     for name, one in {one.table: one for one in wanted}.items():
         if count := one.write():
             print(f"{name}: {count} runs")

@@ -17,9 +17,9 @@ from torch import nn
 from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.compare import table
+from plures.lab.compare import costs, table
 from plures.lab.compare.compare import refuse_others
-from plures.lab.compare.costs import Costs, costs_of
+from plures.lab.compare.costs import Costs
 from plures.lab.compare.jobs import Job
 from plures.lab.compare.rows import Finished
 from plures.lab.data import DataInfo, DataSplit
@@ -101,13 +101,12 @@ def held_out_images(run: Run, data_dir: Path | None) -> DataSplit:
     return DataSplit("held-out", used.info, every.pixels, every.rows[rest], every.labels[rest])
 
 
-def keep_costs(job: Job, data_dir: Path | None) -> None:
-    """Measure the costs of a method, if that was not done yet: best on an idle machine. They depend on no seed."""
-    if kept_costs(job) is None:
-        info = data_for(job.recipe, data_dir).info
-        found = vars(costs_of(*_untrained(job, info), job.recipe, info))
+def keep_costs(job: Job) -> None:
+    """Keep the costs of a method that a finished run has measured, if that was not done yet. They depend on no seed."""
+    found = costs.kept_costs(job.run) if kept_costs(job) is None else None
+    if found is not None:
         about = {"recipe": _seedless(_recipe(job)), "options": _options(job), "machine": _described(machine())}
-        files.write_json(_costs_path(job), about | found)
+        files.write_json(_costs_path(job), about | vars(found))
 
 
 def kept_costs(job: Job) -> Costs | None:

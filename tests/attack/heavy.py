@@ -11,7 +11,7 @@ import plures.lab.evaluation.predict
 import plures.lab.report.page
 import plures.lab.runs.exported_run
 import plures.lab.serving.app
-import plures.lab.training.fit
+import plures.lab.training.train
 from attack.subjects import network
 
 torch.set_num_threads(1)

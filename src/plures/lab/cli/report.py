@@ -25,8 +25,7 @@ class Report:
       folders, or contain them at any depth. Runs that differ only in their
       seed share one row; details show the first of them. The page needs no
       network and no scripts. Metrics are read from the run folders, and the
-      test images are predicted once per row. Times of prediction and training
-      are shown if `plures compare` or --costs has measured them.
+      test images are predicted once per row.
     """
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN", help_behavior_hint="(one or more)")]
@@ -35,8 +34,6 @@ class Report:
     """The file to write."""
     data_dir: DataDir = None
     """The folder of data sets; by default, the environment variable PLURES_DATA."""
-    costs: Switch = False
-    """Measure the time of prediction and training relative to one network, which may take minutes, and store it."""
     trust_code: Switch = False
     """Import the code from outside plures that the run names as its network or method."""
 
@@ -45,7 +42,7 @@ class Report:
     def __call__(self) -> int:
         """Write the page, and print its path."""
         from plures.files import check_place
-        from plures.lab.compare.rows import rows_of, with_costs, with_sizes
+        from plures.lab.compare.rows import rows_of, with_sizes
         from plures.lab.report.page import write_report
 
         def tell(words: str) -> None:
@@ -57,11 +54,7 @@ class Report:
             check_place(self.out)
         except PluresError as error:
             raise PluresError(f"{error}; give another file with --out") from error
-        rows = rows_of(self.runs)
-        if self.costs and any(row.costs is None for row in rows):
-            tell(f"measuring the costs of {', '.join(row.name for row in rows if row.costs is None)}")
-            rows = with_costs(rows, trust_code=self.trust_code)
-        rows = with_sizes(rows, trust_code=self.trust_code)
+        rows = with_sizes(rows_of(self.runs), trust_code=self.trust_code)
         words = " ".join(shlex.quote(str(run)) for run in self.runs)
         command = f"plures report {words}"
         trust = self.trust_code

@@ -12,7 +12,7 @@ from plures.errors import PluresError
 from plures.lab.compare.jobs import Comparison, Job, unique
 from plures.lab.compare.processes import is_done, launcher_for, run_all
 from plures.lab.compare.progress import RunsDisplay
-from plures.lab.compare.rows import Finished, Row, make_rows, with_costs, with_trust
+from plures.lab.compare.rows import Finished, Row, make_rows, with_trust
 from plures.lab.method_names import method_class
 from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs.config import differences
@@ -43,9 +43,6 @@ def compare(
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir, on)
     tables = [_rows(one, runs, failures) for one in comparisons]
-    if any(row.runs and row.costs is None for rows in tables for row in rows):
-        print("measuring sizes and speeds", file=sys.stderr)
-    tables = [with_costs(rows, trust_code=True) for rows in tables]  # code in them was named in the command
     if shift or ood:
         print("measuring under shift and among other data", file=sys.stderr)
         tables = [with_trust(rows, data_dir, shift=shift, ood=ood) for rows in tables]

@@ -1,8 +1,8 @@
 """The cost of finished runs relative to one network."""
 
-import contextlib
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,12 @@ from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import DataInfo
-from plures.lab.evaluation.evaluate import fastest
-from plures.lab.method_names import method_class
-from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import Described, device_for, read_run
+from plures.lab.runs.open import device_for, read_run
 from plures.lab.runs.schemas import Number, read_object
-from plures.lab.timing import Action, one_thread, prediction, timed, training_step
-from plures.lab.training.distributed import resolve
-from plures.lab.training.loop import lay_out
+from plures.lab.timing import Action, one_thread, prediction, timed
 from plures.methods.deterministic import Deterministic
-from plures.stage import Step
+from plures.prediction import Predictor
 from plures.storage import save
 
 ROUNDS = 9
@@ -46,15 +41,7 @@ def kept_costs(folder: Path) -> Costs | None:
     path = folder / "costs.json"
     if not files.is_file(path):
         return None
-    return msgspec.convert(read_object(path, Costs, "remove it, and it is measured again"), Costs)
-
-
-def measured_costs(folder: Path, *, trust_code: bool = False) -> Costs:
-    """Measure a finished run and store its costs in its folder."""
-    found = _measure(read_run(folder, trust_code=trust_code))
-    with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
-        files.write_json(folder / "costs.json", asdict(found))
-    return found
+    return msgspec.convert(read_object(path, Costs, "remove it"), Costs)
 
 
 def size_of(folder: Path, *, trust_code: bool = False) -> Costs:
@@ -66,27 +53,31 @@ def size_of(folder: Path, *, trust_code: bool = False) -> Costs:
     return Costs(RunFolder(folder).ensemble.stat().st_size / file_size(Deterministic(run.network())))
 
 
-def _measure(run: Described) -> Costs:
-    """Measure an ensemble of the same network, method and options: costs do not depend on the values of weights."""
-    method: Any = method_class(run.method)
-    network = run.network()
-    return costs_of(method(network, **RunFolder(run.path).config()["options"]), network, run.recipe, run.info)
-
-
-def costs_of(ensemble: Ensemble, network: nn.Module, recipe: Recipe, info: DataInfo) -> Costs:
-    """Measure an untrained ensemble against its network, as a recipe trains them.
-
-    costs_of(plures.DeepEnsemble(network), network, get_recipe("digits"), data.info).size  # 5.0
-    """
+def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info: DataInfo, epochs: float) -> Costs:
+    """Return the costs of a trained ensemble whose training took some epochs of one network."""
     if isinstance(ensemble, Deterministic):  # the yardstick itself
-        return Costs(size=1.0, prediction=1.0, epochs=float(recipe.epochs.train))
-    ensemble = ensemble.to(device_for())
-    single = Deterministic(network).to(device_for())
-    inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device_for())
+        return Costs(size=1.0, prediction=1.0, epochs=epochs)
+    device = device_for()
+    single = Deterministic(network).to(device)
+    inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    epochs = _epochs(ensemble, single, recipe, info)  # first: it goes through the stages
-    asked, plain = (prediction(one.predict, inputs) for one in (fastest(ensemble), single))
+    asked, plain = (prediction(one.predict, inputs) for one in (predictor, single))
     return Costs(file_size(ensemble) / file_size(single), relative(asked, plain), epochs)
+
+
+def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
+    """Return the training of a log in epochs of one network that sees `plain` images per second.
+
+        >>> log = [{"stage": "train", "images_per_second": speed} for speed in (40, 50)]
+        >>> epochs_of(log, plain=100)
+        4.0
+
+    The fastest epoch of a stage counts for all: other processes make some epochs longer, and none shorter.
+    """
+    speeds: dict[str, list[float]] = {}
+    for record in records:
+        speeds.setdefault(record["stage"], []).append(record["images_per_second"])
+    return sum(len(stage) * plain / max(stage) for stage in speeds.values())
 
 
 def relative(action: Action, baseline: Action) -> float:
@@ -101,24 +92,9 @@ def relative(action: Action, baseline: Action) -> float:
     return min(own) / min(other)
 
 
-def _epochs(ensemble: Ensemble, single: Ensemble, recipe: Recipe, info: DataInfo) -> float:
-    """Return the sum of the epochs of all stages, each weighted by its step relative to one of the single network."""
-    precision = resolve(recipe.precision, device_for())
-    inputs = torch.randn(recipe.batch_size, info.channels, info.size, info.size, device=device_for())
-    targets = torch.zeros(recipe.batch_size, dtype=torch.long, device=inputs.device)
-    plain = training_step(single.open(single.plan()[0]), inputs, targets, precision)
-    ratios: dict[str, float] = {}
-    names: dict[Step, str] = {}  # stages of one phase take equally long, unless they leave out what a member lacks
-    for stage in ensemble.stages():
-        own = lay_out(stage, recipe.batch_size, inputs.device, mixed=precision != "no")
-        name = names[stage.step] = stage.name if own else stage.phase
-        if name not in ratios:
-            ratios[name] = relative(training_step(stage, inputs, targets, precision), plain)
-    return sum(recipe.epochs.of(step.phase) * ratios[name] for step, name in names.items())
-
-
 def file_size(ensemble: Ensemble) -> int:
-    """Return the bytes of the file that an ensemble is saved in."""
+    """Return the bytes of the file that an ensemble is saved in, without its calibration."""
+    learned, ensemble.calibration = ensemble.calibration, None
     try:
         with tempfile.TemporaryDirectory() as folder:
             save(ensemble, Path(folder) / "single")
@@ -127,3 +103,5 @@ def file_size(ensemble: Ensemble) -> int:
         raise PluresError(
             f"cannot write a temporary file: {error.strerror}; free some space and start again"
         ) from error
+    finally:
+        ensemble.calibration = learned

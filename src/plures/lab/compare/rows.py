@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError, visible
-from plures.lab.compare.costs import Costs, kept_costs, measured_costs, size_of
+from plures.lab.compare.costs import Costs, kept_costs, size_of
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
 from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
@@ -126,7 +126,7 @@ def rows_of(folders: Sequence[Path]) -> list[Row]:
 
 
 def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None) -> list[Row]:
-    """Complete the rows of a comparison: what was measured of their costs before, and what was published.
+    """Complete the rows of a comparison: the costs of their first runs, and what was published.
 
     `paper` holds what was published, by name; without it, it is looked up. Refuses runs of different data.
     """
@@ -140,14 +140,6 @@ def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None)
         )
         if row.runs
         else row
-        for row in rows
-    ]
-
-
-def with_costs(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
-    """Measure the costs of the rows that were not measured yet."""
-    return [
-        replace(row, costs=row.costs or measured_costs(row.runs[0].path, trust_code=trust_code)) if row.runs else row
         for row in rows
     ]
 

@@ -69,6 +69,14 @@ def find_source(name: str, data_dir: Path | None) -> Source:
     raise PluresError(f"there is no data set {name!r}: looked for {looked}; {accepted}{nearest(name, built_in)}")
 
 
+def local_path(name: str, data_dir: Path | None) -> Path | None:
+    """Return the path that a data set is named by; None if it has a built-in name, a hub id or is in `data_dir`."""
+    if name == "digits" or name in HUB_IDS or (data_dir is not None and _exists(data_dir / name)):
+        return None
+    path = expanded(name)
+    return path if _exists(path) else None
+
+
 def expanded(path: str | Path) -> Path:
     """Replace a leading ~ by the home folder."""
     try:

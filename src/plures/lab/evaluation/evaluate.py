@@ -28,31 +28,33 @@ Spoil = Callable[[Tensor, int], Tensor]
 Tell = Callable[[str], None]
 
 
-def evaluate(ensemble: Ensemble, data: Data) -> dict[str, Any]:
-    """Measure on the test images, with the temperature fitted on the validation images.
+def evaluate(ensemble: Ensemble, data: Data, predictor: Predictor | None = None) -> dict[str, Any]:
+    """Return the metrics of the test images; an ensemble that is not calibrated is calibrated on the validation images.
 
     The values are JSON: what cannot be computed (the agreement of one member, a temperature without validation
-    images) is None.
+    images) is None. `predictor` predicts for the ensemble; by default, the fastest engine.
     """
-    predictor = fastest(ensemble)
+    predictor = predictor or fastest(ensemble)
+    if ensemble.calibration is None:
+        ensemble.calibration = _calibration(ensemble, data.validation, predictor)
     members, targets = predictions(ensemble, data.test, predictor=predictor)
-    result = scores(members, targets) | {"engine": engine_of(predictor)}
-    names = ("temperature", "calibrated_nll", "calibrated_ece")
-    if not len(data.validation):
-        return result | dict.fromkeys(names)
-    held_out, labels = predictions(ensemble, data.validation, predictor=predictor)
-    temperature = metrics.temperature(held_out.mean(0), labels)
-    calibrated = metrics.tempered(members.mean(0), temperature)
-    found = (temperature, metrics.nll(calibrated, targets), metrics.ece(calibrated, targets))
-    return result | dict(zip(names, found, strict=True))
+    found = scores(members, targets) | {"engine": engine_of(predictor)}
+    learned = ensemble.calibration
+    if not isinstance(learned, ClassCalibration):
+        return found | dict.fromkeys(("temperature", "calibrated_nll", "calibrated_ece"))
+    calibrated = learned.probabilities(members)
+    return found | {
+        "temperature": learned.temperature,
+        "calibrated_nll": metrics.nll(calibrated, targets),
+        "calibrated_ece": metrics.ece(calibrated, targets),
+    }
 
 
-def calibrate(ensemble: Ensemble, data: Data) -> bool:
-    """Calibrate an ensemble on the validation images; tell whether there are enough of them to learn from."""
-    if len(data.validation) == 0 or len(set(data.validation.labels.tolist())) < 2:
-        return False
-    ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation))
-    return True
+def _calibration(ensemble: Ensemble, split: Split, predictor: Predictor) -> ClassCalibration | None:
+    """Return what images of several classes teach; None if there are none."""
+    if len(set(split.labels.tolist())) < 2:
+        return None
+    return ClassCalibration.fit(*predictions(ensemble, split, predictor=predictor))
 
 
 def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:

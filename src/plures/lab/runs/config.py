@@ -32,6 +32,7 @@ class Made:
     method: str  # as on the command line
     settings: tuple[str, ...] = ()  # of --set
     recipe: str | None = None  # its name, if it has one
+    data: str | None = None  # the path from the run folder to its data, if they have a relative path
 
 
 def describe(
@@ -73,7 +74,7 @@ def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
     """
     made = config.get("made")
     if made is not None:
-        return Made(made["method"], tuple(made["settings"]), made.get("recipe"))
+        return Made(made["method"], tuple(made["settings"]), made.get("recipe"), made.get("data"))
     method = kebab(config["method"])
     usual = inspect.signature(method_class(method)).parameters
     special = {

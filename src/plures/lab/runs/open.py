@@ -6,7 +6,7 @@ on request only.
 
 import errno
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.files import is_file
 from plures.lab.data import Data, DataInfo, open_data
-from plures.lab.data.sources import expanded
+from plures.lab.data.sources import expanded, local_path
 from plures.lab.method_names import is_code, method_class, method_options, takes
 from plures.lab.models import build
 from plures.lab.recipes import Recipe
@@ -122,10 +122,12 @@ class Described:
     recipe: Recipe
     info: DataInfo
     fingerprint: str  # of the data that the run was trained on
+    place: Path | None  # of the data, if they had a relative path
 
     def data(self, data_dir: Path | None) -> Data:
-        """Open the data that the run was trained on, and refuse others of the same name."""
-        data = data_for(self.recipe, data_dir)
+        """Open the data that the run was trained on; raise an error if these have other images or labels."""
+        found = self.place is not None and local_path(str(self.place), None) is not None
+        data = data_for(replace(self.recipe, data=str(self.place)) if found else self.recipe, data_dir)
         if data.fingerprint != self.fingerprint:
             raise PluresError(
                 f"the data {self.recipe.data!r} found here are not those that {self.path} was trained on: they differ "
@@ -177,7 +179,8 @@ def read_run(folder: str | Path, *, trust_code: bool = False) -> Described:
     recipe, info, made = described(config, files.path)
     if not trust_code:
         check_trust(config, files.path)
-    return Described(files.path, made.method, recipe, info, config["data"]["fingerprint"])
+    place = None if made.data is None else (files.path / made.data).absolute()
+    return Described(files.path, made.method, recipe, info, config["data"]["fingerprint"], place)
 
 
 def unfinished(config: Mapping[str, Any], folder: Path, where: str = "") -> PluresError:

@@ -41,7 +41,9 @@ CONFIG = schema(
     data=schema(name=str, fingerprint=str, classes=list[str]),
     network=str,
     options=dict[str, Any],
-    made=NotRequired[schema(method=str, settings=list[str], recipe=NotRequired[str | None]) | None],
+    made=NotRequired[
+        schema(method=str, settings=list[str], recipe=NotRequired[str | None], data=NotRequired[str | None]) | None
+    ],
     environment=NotRequired[dict[str, Any] | None],
 )
 METRICS = schema(

@@ -1,11 +1,8 @@
-"""The training engine: the same for all methods, because all are sequences of stages.
-
-`fit` trains an ensemble, `train` makes a whole run: it builds the ensemble of a recipe, fits it and measures it.
-"""
+"""Train all stages of an ensemble: the same for all methods, because all are sequences of stages."""
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
-from plures import files
 from plures.ensemble import Ensemble
-from plures.errors import PluresError
 from plures.lab.data import Data
-from plures.lab.evaluation.evaluate import calibrate, evaluate
-from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
 from plures.lab.training.checkpoint import Position, damaged, pack, position_of, unpack
 from plures.lab.training.distributed import Processes
 from plures.lab.training.loop import StageLoop
@@ -45,6 +36,7 @@ def fit(
     trackers: Sequence[Any] = (),
     quiet: bool = False,
     made: Made | None = None,
+    finish: Callable[[], None] = lambda: None,
 ) -> Ensemble:
     """Train all open stages of an ensemble.
 
@@ -58,7 +50,8 @@ def fit(
 
     - `trackers`: trackers of accelerate.
     - `quiet`: show no progress.
-    - `made`: how the command line made the ensemble, for the configuration in the folder.
+    - `made`: the words of the command line, for the configuration in the folder.
+    - `finish`: called by the main process after the last stage, before the file of the ensemble is written.
 
     A run resumes with the number of torch threads that it started with, because another number rounds differently.
     """
@@ -67,7 +60,7 @@ def fit(
     folder = None if run is None else RunFolder(run)
     config = describe(ensemble, data, recipe, processes.precision, made)
     with ExitStack() as stack:
-        stack.enter_context(_own_random_numbers(processes.device))
+        stack.enter_context(own_random_numbers(processes.device))
         if folder is not None:
             begun = processes.on_main(lambda: _enter(folder, config, stack))
             stack.enter_context(_threads_of(begun))
@@ -77,7 +70,7 @@ def fit(
         epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(Display(ensemble.plan(), epochs, quiet=quiet or not processes.main))
         stack.enter_context(processes.tracking(config["recipe"]))
-        _Run(ensemble, data, recipe, folder, processes, display).train()
+        _Run(ensemble, data, recipe, folder, processes, display).train(finish)
     return ensemble
 
 
@@ -115,15 +108,16 @@ class _Run:
     processes: Processes
     display: Display
 
-    def train(self) -> None:
+    def train(self, finish: Callable[[], None]) -> None:
         state = self._saved_state()
         if self._next() is None:
             self.display.say("the ensemble is finished: nothing is left to train")
         while (step := self._next()) is not None:
             self._train_stage(step, state)
             state = None
+            self._save_partial()
         if self.folder is not None:
-            self.processes.on_main(self.folder.clean)
+            self.processes.on_main(partial(self._finish, self.folder, finish))
 
     def _train_stage(self, step: Step, state: bytes | None) -> None:
         loop = StageLoop(self.ensemble, step, self.data, self.recipe, self.processes)
@@ -140,7 +134,6 @@ class _Run:
             self.display.epoch(record)
         loop.close()
         loop.stage.commit()
-        self._save_ensemble()
 
     def _next(self) -> Step | None:
         return due(self.ensemble.plan())
@@ -179,10 +172,16 @@ class _Run:
         position = Position(self._committed(), record["epoch"], length, self.processes.loss_scale())
         folder.write_state(pack(loop.stage, loop.optimizer, position))
 
-    def _save_ensemble(self) -> None:
-        if self.folder is not None:
-            path = self.folder.partial if self._next() else self.folder.ensemble
-            self.processes.on_main(partial(save, self.ensemble, path))
+    def _save_partial(self) -> None:
+        if self.folder is not None and self._next() is not None:
+            self.processes.on_main(partial(save, self.ensemble, self.folder.partial))
+
+    def _finish(self, folder: RunFolder, finish: Callable[[], None]) -> None:
+        # Until the file is written, the state of the last stage is there to begin from again.
+        if not folder.finished:
+            finish()
+            save(self.ensemble, folder.ensemble)
+        folder.clean()
 
 
 def _refuse_different_starts(ensemble: Ensemble, processes: Processes) -> None:
@@ -210,7 +209,7 @@ def _threads_of(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
+def own_random_numbers(device: torch.device) -> Iterator[None]:
     """Leave the caller's random generators as they were, and let the same numbers give the same bits on a GPU, too."""
     with_generator = device.type not in ("cpu", "mps")
     kind = {"device_type": device.type} if with_generator else {}
@@ -219,49 +218,3 @@ def _own_random_numbers(device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True),
     ):
         yield
-
-
-def train(
-    recipe: Recipe,
-    method: str,
-    run: Path,
-    *,
-    settings: Sequence[str] = (),
-    recipe_name: str | None = None,
-    data_dir: Path | None = None,
-    trackers: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Train or resume the run in a folder, and return its metrics.
-
-        train(get_recipe("digits"), "deep-ensemble", Path("runs/digits"))["nll"]
-
-    A finished run is measured once: its metrics stand in metrics.json. Of several processes, only the first measures;
-    the others return nothing. The run folder keeps the recipe's name, which decides nothing.
-    """
-    method_options(method_class(method), settings)  # complain before data is decoded
-    data = data_for(recipe, data_dir)
-    network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
-    if recipe.weights is not None:
-        network = with_weights(network, recipe.weights)
-    ensemble = ensemble_for(recipe, method, settings, network, begun=RunFolder(run))
-    made = Made(method, tuple(settings), recipe_name)
-    fit(ensemble, data, recipe, run=run, trackers=trackers, made=made)
-    return _measured(RunFolder(run), ensemble, data) if PartialState().is_main_process else {}
-
-
-def _measured(folder: RunFolder, ensemble: Ensemble, data: Data) -> dict[str, Any]:
-    """Read the metrics of a finished run, or measure them and let its file know what the validation images taught."""
-    if folder.measured.is_file():
-        return folder.metrics()
-    found = evaluate(ensemble.to(device_for()), data)
-    found["seconds"] = sum(record["seconds"] for record in folder.records())
-    found["bytes"] = folder.ensemble.stat().st_size
-    try:
-        with folder.locked(wait=True):  # two processes may have come to the end of the same run
-            if calibrate(ensemble, data):  # before the metrics: once they are there, nothing is measured again
-                save(ensemble, folder.ensemble)
-                found["bytes"] = folder.ensemble.stat().st_size
-            files.write_json(folder.measured, found)
-    except PluresError as error:  # what was measured is not lost
-        log.warning("%s", error)
-    return found

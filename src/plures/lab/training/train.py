@@ -1,0 +1,131 @@
+"""Make a whole run: build the ensemble of a recipe, train it, and measure it."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from torch import nn
+
+from plures import files
+from plures.ensemble import Ensemble
+from plures.errors import PluresError
+from plures.lab.compare.costs import costs_of, epochs_of
+from plures.lab.data import Data
+from plures.lab.data.sources import expanded, local_path
+from plures.lab.evaluation.evaluate import evaluate, fastest
+from plures.lab.method_names import method_class, method_options
+from plures.lab.recipes import Epochs, Recipe
+from plures.lab.runs.config import Made
+from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
+from plures.lab.training.distributed import Processes
+from plures.lab.training.fit import fit, own_random_numbers
+from plures.lab.training.loop import StageLoop
+from plures.methods.deterministic import Deterministic
+from plures.prediction import Predictor
+from plures.storage import save
+
+log = logging.getLogger("plures")
+
+
+def train(
+    recipe: Recipe,
+    method: str,
+    run: Path,
+    *,
+    settings: Sequence[str] = (),
+    recipe_name: str | None = None,
+    data_dir: Path | None = None,
+    trackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train or resume the run in a folder, and return its metrics.
+
+        train(get_recipe("digits"), "deep-ensemble", Path("runs/digits"))["nll"]
+
+    A run is measured once, after its last stage: one engine predicts the validation images, which calibrate the
+    ensemble, and the test images. Of several processes, only the first measures; the others return an empty dict.
+    """
+    method_options(method_class(method), settings)  # complain before data is decoded
+    data = data_for(recipe, data_dir)
+    network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
+    if recipe.weights is not None:
+        network = with_weights(network, recipe.weights)
+    folder = RunFolder(run)
+    ensemble = ensemble_for(recipe, method, settings, network, begun=folder)
+    made = Made(method, tuple(settings), recipe_name, _from_folder(recipe.data, run, data_dir))
+    measuring = _Measuring(ensemble, data)
+    fit(ensemble, data, recipe, run=run, trackers=trackers, made=made, finish=measuring)
+    if not PartialState().is_main_process:
+        return {}
+    if folder.measured.is_file():
+        return folder.metrics()
+    if measuring.predictor is None:  # trained before, and not measured
+        before = ensemble.calibration
+        measuring()
+        if ensemble.calibration is not before:
+            with _warning_instead(), folder.locked(wait=True):
+                save(ensemble, folder.ensemble)
+    return _kept(folder, measuring, network, recipe)
+
+
+class _Measuring:
+    """Calibrate and measure an ensemble when it is called; keep what was found, and the engine that predicted."""
+
+    def __init__(self, ensemble: Ensemble, data: Data) -> None:
+        self.ensemble = ensemble
+        self.data = data
+        self.predictor: Predictor | None = None
+        self.found: dict[str, Any] = {}
+
+    def __call__(self) -> None:
+        self.predictor = fastest(self.ensemble.to(device_for()))
+        self.found = evaluate(self.ensemble, self.data, self.predictor)
+
+
+def _kept(folder: RunFolder, measuring: _Measuring, network: nn.Module, recipe: Recipe) -> dict[str, Any]:
+    """Write metrics and costs into the run folder, and return the metrics."""
+    ensemble, records = measuring.ensemble, folder.records()
+    found = measuring.found | {"seconds": sum(record["seconds"] for record in records)}
+    found["bytes"] = folder.ensemble.stat().st_size
+    costs = None
+    if PartialState().num_processes == 1 and measuring.predictor is not None:
+        with suppress(PluresError):  # one network may not train where an ensemble does
+            plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_speed(network, measuring.data, recipe)
+            epochs = float(len(records)) if isinstance(ensemble, Deterministic) else epochs_of(records, plain)
+            info = measuring.data.info
+            costs = costs_of(ensemble, measuring.predictor, network, info, epochs)
+    with _warning_instead(), folder.locked(wait=True):  # two processes may have come to the end of the same run
+        if costs is not None:
+            files.write_json(folder.path / "costs.json", asdict(costs))
+        files.write_json(folder.measured, found)  # last: then nothing is measured again
+    return found
+
+
+@contextmanager
+def _warning_instead() -> Iterator[None]:
+    """Log an error as a warning: what was measured is shown even if it cannot be stored."""
+    try:
+        yield
+    except PluresError as error:
+        log.warning("%s", error)
+
+
+def _plain_speed(network: nn.Module, data: Data, recipe: Recipe) -> float:
+    """Return the images per second that the plain network trains on: the better of two epochs of the recipe."""
+    single, longer = Deterministic(network), replace(recipe, epochs=Epochs(train=3))
+    processes = Processes(recipe.precision)
+    with own_random_numbers(processes.device):
+        loop = StageLoop(single.to(processes.device), single.plan()[0], data, longer, processes)
+        return max(float(loop.epoch(number)["images_per_second"]) for number in (1, 2))
+
+
+def _from_folder(name: str, run: Path, data_dir: Path | None) -> str | None:
+    """Return the path from the run folder to data with a relative path: the run may be opened from elsewhere."""
+    folder = data_dir or os.environ.get("PLURES_DATA")
+    path = local_path(name, expanded(folder) if folder else None)
+    return None if path is None or path.is_absolute() else os.path.relpath(path, run)
