@@ -21,7 +21,7 @@ from plures.lab.compare.costs import relative
 from plures.lab.compare.jobs import Comparison, Job, Variant, variants
 from plures.lab.compare.rows import Finished, published, rows_of
 from plures.lab.compare.table import as_csv, columns, markdown
-from plures.lab.data import Split
+from plures.lab.data import DataSplit
 from plures.lab.evaluation import evaluate as evaluation
 from plures.lab.models import build
 from plures.lab.paper.published import TABLE1, TABLE3, Published
@@ -95,7 +95,7 @@ def test_a_run_builds_its_network_and_engine_once_and_predicts_every_image_once(
         engines.append(ensemble)
         return evaluation.fastest(ensemble)
 
-    def asked(ensemble: Ensemble, split: Split, *words: Any, **more: Any) -> Any:
+    def asked(ensemble: Ensemble, split: DataSplit, *words: Any, **more: Any) -> Any:
         predicted.append(split.name)
         return predictions(ensemble, split, *words, **more)
 

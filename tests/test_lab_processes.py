@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,8 @@ from forked import start, told_to
 from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.compare.jobs import Job, Variant
-from plures.lab.compare.processes import OUTPUT, Attempt, Here, OnRay, is_done, run_all
-from plures.lab.compare.progress import RunsDisplay
+from plures.lab.compare.processes import Here, OnRay, is_done, run_all
+from plures.lab.compare.progress import OUTPUT, Attempt, RunsDisplay
 from plures.lab.runs.folder import RunFolder
 from short import SHORT, SHORT_WORDS, Done, make
 
@@ -86,13 +86,12 @@ def job(folder: Path, name: str, method: str = "deterministic") -> Job:
     return Job(SHORT, Variant(method), folder / name / "seed-0", "digits")
 
 
-class Heard:
-    """A watcher that keeps what it hears."""
+class Heard(RunsDisplay):
+    """A display that counts the runs in progress."""
 
-    def __init__(self) -> None:
-        self.most = 0
+    most = 0
 
-    def show(self, running: Any) -> None:
+    def show(self, running: Sequence[Attempt]) -> None:
         self.most = max(self.most, len(running))
 
     def ended(self, job: Job, reason: str | None) -> None:
@@ -135,7 +134,7 @@ def a_signal(number: signal.Signals, ready: Callable[[], bool]) -> Iterator[None
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_as_many_runs_are_trained_at_a_time_as_asked_for(tmp_path: Path, at_once: int) -> None:
     jobs = [job(tmp_path, f"run{number}") for number in range(4)]
-    heard = Heard()
+    heard = Heard(len(jobs))
     assert run_all(jobs, Here(at_once), None, heard) == {}
     assert all(map(is_done, jobs))
     assert heard.most <= at_once
@@ -147,7 +146,7 @@ def test_as_many_runs_are_trained_at_a_time_as_asked_for(tmp_path: Path, at_once
 def test_who_ends_a_comparison_ends_its_runs(tmp_path: Path, number: signal.Signals, name: str) -> None:
     run = RunFolder(tmp_path / name / "seed-0")
     with a_signal(number, (run.path / "ready").exists), pytest.raises((KeyboardInterrupt, SystemExit)) as end:
-        run_all([job(tmp_path, name)], Here(1), None, Heard())
+        run_all([job(tmp_path, name)], Here(1), None, Heard(1))
     assert getattr(end.value, "code", 130) == 128 + number
     with run.locked(wait=name == "children"):  # nobody is at work there any more
         pass
@@ -157,7 +156,7 @@ def test_who_ends_a_comparison_ends_its_runs(tmp_path: Path, number: signal.Sign
 def test_a_folder_that_cannot_be_made_fails_its_own_run_only(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     taken, free = job(tmp_path, "taken"), job(tmp_path, "free")
-    failures = run_all([taken, free], Here(2), None, Heard())
+    failures = run_all([taken, free], Here(2), None, Heard(1))
     assert list(failures) == [taken.run]
     assert failures[taken.run].startswith("cannot work in ")
     assert is_done(free)

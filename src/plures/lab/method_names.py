@@ -23,26 +23,26 @@ from plures.methods import METHODS
 if TYPE_CHECKING:
     from plures.ensemble import Ensemble
 
-# What every run sets by itself, and what words cannot say.
+# Arguments that the recipe sets, or that no option can express.
 NOT_OPTIONS = ("self", "network", "members", "seed", "roles", "loss", "measured")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is usual for a method, as far as it differs from others."""
+    """Settings of a method that differ from those of others."""
 
     longer: float = 1.0  # times the epochs of others
     members: int | None = None  # whatever the recipe says
 
 
-# The paper gives 500 epochs where others have 200 to methods whose members share one set of weights, and two members
-# to MIMO: a ResNet has no capacity for more. Wide ResNets are as in the MIMO paper: the same epochs for all methods.
+# In the paper, methods whose members share one set of weights train for 500 epochs instead of 200, and MIMO has two
+# members: a ResNet has no capacity for more. Wide ResNets are as in the MIMO paper: the same epochs for all methods.
 UNUSUAL = {"batch-ensemble": Facts(longer=2.5), "masksembles": Facts(longer=2.5), "mimo": Facts(members=2)}
 UNUSUAL_WIDE = {"batch-ensemble": Facts(members=4), "mimo": Facts(members=3)}
 
 
 def kebab(name: str) -> str:
-    """Write a Python name as a command line does.
+    """Return a Python name as it is written on the command line.
 
     >>> kebab("MCDropout")
     'mc-dropout'
@@ -54,12 +54,12 @@ METHOD_NAMES = {kebab(name): name for name in METHODS}
 
 
 def facts(method: str, *, wide: bool = False) -> Facts:
-    """Give what is usual for a method, named as on the command line or by its class; others are refused.
+    """Return the facts of a method, named as on the command line or by its class; raise an error for other names.
 
         >>> facts("mimo").members, facts("BatchEnsemble").longer
         (2, 2.5)
 
-    Other things are usual with `wide` ResNets.
+    They differ for `wide` ResNets.
     """
     method = method if is_code(method) else kebab(method)
     if method not in METHOD_NAMES and not is_code(method):
@@ -68,7 +68,7 @@ def facts(method: str, *, wide: bool = False) -> Facts:
 
 
 def is_code(name: str) -> bool:
-    """Say whether a name of a method or a network stands for the user's own code.
+    """Return whether the name of a method or network is the user's own code.
 
     >>> is_code("mypackage.networks:small"), is_code("resnet18")
     (True, False)
@@ -77,7 +77,7 @@ def is_code(name: str) -> bool:
 
 
 def short_name(method: str) -> str:
-    """Name a method in a table or a folder.
+    """Return the name of a method in tables and folders.
 
     >>> short_name("deep-ensemble"), short_name("mypackage.methods:TwoHeads")
     ('deep-ensemble', 'two-heads')
@@ -86,7 +86,7 @@ def short_name(method: str) -> str:
 
 
 def imported(kind: str, name: str) -> Any:
-    """Get what `module:name` stands for; the working directory is searched, too, as Python does it for scripts."""
+    """Import `module:name`; the working directory is searched, too, as for scripts."""
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
@@ -101,7 +101,7 @@ def imported(kind: str, name: str) -> Any:
 
 
 def method_class(name: str) -> type["Ensemble"]:
-    """Find a method by its name on the command line.
+    """Return the class of a method by its name on the command line.
 
     method_class("deep-ensemble")(network, members=5)
     method_class("mypackage.methods:TwoHeads")
@@ -127,7 +127,7 @@ def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[st
     parameters = inspect.signature(method).parameters
     accepted = {name: one for name, one in parameters.items() if name not in NOT_OPTIONS}
     hints = get_type_hints(method.__init__)
-    accepted = {name: one for name, one in accepted.items() if name in hints}  # words of no type cannot be read
+    accepted = {name: one for name, one in accepted.items() if name in hints}  # values of no type cannot be parsed
     shown = [f"{kebab(name)}={one.default}" for name, one in accepted.items()]
     chosen = {}
     for setting in settings:
@@ -142,7 +142,7 @@ def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[st
 
 
 def takes(method: type["Ensemble"], name: str) -> bool:
-    """Say whether a method's constructor has an argument."""
+    """Return whether the constructor of a method has an argument."""
     return name in inspect.signature(method).parameters
 
 
@@ -182,7 +182,7 @@ LOOKS = {
 
 
 def looks_of(names: Iterable[str]) -> dict[str, Look]:
-    """Give every name a look that no other has: a method its own, anything else one that is left over.
+    """Return a look for every name, each different: a method has its own, any other name one that is left.
 
     >>> looks_of(["mimo", "my-method"])["mimo"].marker
     'D'
@@ -200,7 +200,7 @@ def looks_of(names: Iterable[str]) -> dict[str, Look]:
 
 
 def place_of(name: str) -> tuple[int, str]:
-    """Say where a row of a table stands: methods in the order of the paper, all else behind them by name.
+    """Return the sort key of a row: methods in the order of the paper, then others by name.
 
     >>> sorted(["my-method", "mimo granularity=2", "deterministic"], key=place_of)
     ['deterministic', 'mimo granularity=2', 'my-method']

@@ -141,7 +141,7 @@ class Recipe:
 
 
 def get_recipe(name: str) -> Recipe:
-    """Find a recipe by its name; for an unknown name, the error suggests similar ones.
+    """Return a recipe by its name; for an unknown name, the error suggests similar ones.
 
     recipe = get_recipe("cifar10-cpu")
     """
@@ -222,7 +222,7 @@ CIFAR10_CPU = Recipe(
     schedule="cosine",  # two drops need more epochs than 30 to pay off
     crop=2,  # an eighth of the side, as 4 of 32
     flip=True,
-    precision="auto",  # bf16 where the processor has tiles for it (AMX): without them it is slower than float32
+    precision="auto",  # bf16 if the processor has tiles for it (AMX): without them it is slower than float32
 )
 CIFAR10_WRN_CPU = replace(
     CIFAR10_CPU,
@@ -232,7 +232,7 @@ CIFAR10_WRN_CPU = replace(
 
 RECIPES: dict[str, Recipe] = {
     "digits": DIGITS,
-    # With convolutions, for what only they have: kernels as owners, dropout between them.
+    # With convolutions: kernels as owners, and dropout between them.
     "digits-resnet": replace(
         DIGITS,
         about="300 digits of 8 pixels from scikit-learn, ResNet8: a first try with convolutions",
@@ -251,7 +251,7 @@ RECIPES: dict[str, Recipe] = {
         CIFAR10,
         about="CUB200 birds from scratch, ResNet50, the paper's settings: for a GPU",
         data="cub200",
-        size=224,  # the paper gives no size: 224 of 256 pixels is what ResNet50 was made for
+        size=224,  # the paper gives no size: ResNet50 was made for 224 of 256 pixels
         cache_size=256,
         validation=400,  # two images of each class, of 5,994
         model="resnet50",

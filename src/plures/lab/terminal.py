@@ -18,13 +18,13 @@ if TYPE_CHECKING:  # a list of recipes needs no torch
     from plures.lab.evaluation.predict import ImagePrediction
 
 UNKNOWN = "-"
-WIDE = 400  # where there is no screen, lines are not broken
+WIDE = 400  # without a terminal, lines are not broken
 BETWEEN = 3  # spaces between two columns
 SHOWN = 10  # members whose values are listed one by one
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines: plain text, without control codes and line breaks, where no terminal listens."""
+    """Print tables and lines: plain text without control codes if the output is not a terminal."""
     printer = console()
     for part in parts:
         printer.print(_text(part) if isinstance(part, str) else part)
@@ -32,12 +32,12 @@ def show(*parts: Table | str) -> None:
 
 
 def console() -> Console:
-    """Make what prints: as wide as the terminal, or where none listens, as wide as anything."""
+    """Return a console as wide as the terminal, or very wide if the output is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[str] = ()) -> Table:
-    """Make a table: the columns named in `words` are text, the others figures, aligned to the right."""
+    """Return a table: columns named in `words` are text, the others are numbers, aligned to the right."""
     made = Table(
         title=_text(title) if title else None,
         title_justify="left",
@@ -53,12 +53,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def _text(words: str) -> Text:
-    """Take words as they are: [red].png is not markup, and no class name of a stranger steers the terminal."""
+    """Return words without markup: [red].png is a name; control characters are escaped."""
     return Text(visible(words))
 
 
 def percent(value: float | None) -> str:
-    """Write a fraction for people.
+    """Return a fraction as a percentage.
 
     >>> percent(0.9512)
     '95.1 %'
@@ -67,7 +67,7 @@ def percent(value: float | None) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """Write a number for people.
+    """Return a number with some digits.
 
     >>> figure(0.15678)
     '0.157'
@@ -76,7 +76,7 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:
-    """Show the metrics of one ensemble, one per line."""
+    """Return a table of the metrics of one ensemble, one per line."""
     rows = [
         ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
@@ -94,7 +94,7 @@ def scores_table(title: str, found: Mapping[str, Any]) -> Table:
 
 
 def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Show what corruptions cost: the accuracy at each severity, and the mean NLL and ECE over all."""
+    """Return a table of corruptions: the accuracy at each severity, and the mean NLL and ECE."""
     severities = sorted({row["severity"] for row in rows})
 
     def line(name: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -111,14 +111,14 @@ def shift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def ood_table(data: str, scores: Sequence[Mapping[str, Any]]) -> Table:
-    """Show how well uncertainty separates out-of-distribution images."""
+    """Return a table of how well uncertainty separates out-of-distribution images."""
     lines = [[row["score"], percent(row["auroc"]), percent(row["aupr"]), percent(row["fpr95"])] for row in scores]
     title = f"separating {data} from the test images"
     return table(title, ["score", "AUROC", "AUPR", "FPR95"], lines, words=["score"])
 
 
 def answers_table(answers: Sequence["ImagePrediction"]) -> Table:
-    """Show the predictions for image files."""
+    """Return a table of predictions for image files."""
     with_sets = any(one.classes is not None for one in answers)
     lines = [
         [

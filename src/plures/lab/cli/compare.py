@@ -29,8 +29,8 @@ class Compare:
 
     What happens:
       Missing runs are trained, finished runs are skipped, and interrupted
-      runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each takes one core or
-      GPU; several are trained at a time. The table is written to RUNS/RECIPE
+      runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each is a process of
+      `plures train` with one core or GPU, whose output is in output.txt. The table is written to RUNS/RECIPE
       as results.md, results.csv and results.json, or to OUT as
       compare-RECIPE. Settings of the recipe can be overridden as in `plures
       train`; methods that train for more epochs still do. The table has only
@@ -67,7 +67,7 @@ class Compare:
     after_interrupt: ClassVar[str] = "the same command resumes, and repeats no finished run"
 
     def __call__(self) -> int:
-        """Run what is missing, and show the table."""
+        """Train the missing runs, and show the table."""
         from plures.lab.compare.jobs import Comparison, variants
 
         if self.seeds < 1:
@@ -102,7 +102,7 @@ class Compare:
 
 
 def tell_failures(rows: "Sequence[Row]") -> None:
-    """Say which runs failed, and why."""
+    """Print which runs failed, and why."""
     for row in rows:
         for failure in row.failures:
             print(visible(f"plures: {row.name} failed with {failure}"), file=sys.stderr)

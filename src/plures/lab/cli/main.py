@@ -27,7 +27,7 @@ the size of one model.
 A first try, on embedded data, in about a minute:
   plures train
   plures evaluate runs/digits-orthogonal-dropout-seed0 --shift
-  plures predict runs/digits-orthogonal-dropout-seed0 picture.png
+  plures predict runs/digits-orthogonal-dropout-seed0 image.png
 
 Commands (plures COMMAND --help shows options and examples):
 {commands}
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> "Command":
-    """Turn words into a command; --help and wrong words end the program as argparse does."""
+    """Parse a command; --help and errors end the program, as in argparse."""
     known = commands()
     from plures.checks import unknown
     from plures.lab.cli.shared import parse as parse_words
@@ -101,7 +101,7 @@ def _version() -> str:
 
 
 class _Forgiving:
-    """A stream for messages that is never an obstacle: what cannot be written is lost, and the work continues."""
+    """A stream for messages: what cannot be written is dropped, and the work continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -121,7 +121,7 @@ class _Forgiving:
 
 @contextlib.contextmanager
 def _harmless_warnings() -> Iterator[None]:
-    """Show control characters in warnings as escapes: names in files and folders may come from anybody."""
+    """Escape control characters in warnings: names of files and folders may come from anybody."""
 
     def harmless(record: logging.LogRecord) -> bool:
         record.msg, record.args = visible(record.getMessage()), ()
@@ -136,18 +136,18 @@ def _harmless_warnings() -> Iterator[None]:
 
 
 def _open_missing_streams() -> None:
-    """Give a process that was started without output somewhere to write to."""
+    """Open the null device in place of an output that is closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
 
 
 def _told(error: OSError) -> int:
-    """Say what the system refused; stay silent where the reader of the output, such as head, has closed it."""
+    """Print an error of the system; print nothing if the reader of the output, such as head, has closed it."""
     if error.filename is not None:
         print(visible(f"plures: cannot use {error.filename}: {error.strerror}"), file=sys.stderr)
         return 2
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
     if error.errno == errno.EPIPE:
         return 141
     print(f"plures: cannot write the output: {error.strerror or error}", file=sys.stderr)

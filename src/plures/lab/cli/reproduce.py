@@ -67,7 +67,7 @@ class Reproduce:
     after_interrupt: ClassVar[str] = "the same command resumes, and repeats no finished run"
 
     def __call__(self) -> int:
-        """Run what is missing, and write the table or draw the figure."""
+        """Train the missing runs, and write the table or draw the figure."""
         from plures.lab.paper.targets import TARGETS
 
         if self.target not in TARGETS:

@@ -1,4 +1,4 @@
-"""What commands share: parsing of arguments, and printing of JSON."""
+"""Parsing of arguments and printing of JSON, for all commands."""
 
 import json
 import re
@@ -28,7 +28,7 @@ Given = Annotated[tuple[str, ...], Suppress]
 
 
 class Command(Protocol):
-    """What `main` needs of a command: the arguments are its fields, calling it gives the exit code."""
+    """A command: its fields are the arguments, and calling it returns the exit code."""
 
     after_interrupt: ClassVar[str]
 
@@ -42,7 +42,7 @@ class Settings(Recipe):
     about: Annotated[str, Suppress] = ""
 
     def recipe(self) -> Recipe:
-        """Give the plain recipe."""
+        """Return the plain recipe."""
         return Recipe(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
@@ -51,7 +51,7 @@ registry = ConstructorRegistry()
 
 
 def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> Parsed:
-    """Turn words into a command; --help and wrong words end the program as argparse does."""
+    """Parse a command; --help and errors end the program, as in argparse."""
     name, about = command.__name__.lower(), cleandoc(command.__doc__ or "")
     prog = f"plures {name}"
 
@@ -90,7 +90,7 @@ class _Help(StringIO):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Tell tyro what can be written: without an encoding it draws no boxes."""
+        """The encoding of the terminal: without it, tyro draws no boxes."""
         return self._stream.encoding or "utf-8"
 
     def flush(self) -> None:
@@ -101,7 +101,7 @@ class _Help(StringIO):
 
 
 def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
-    """Parse with the numbers of the recipe as defaults: which one it is only shows when all words are read."""
+    """Parse with the settings of the recipe as defaults; its name is known only after parsing."""
     recipe = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
     method = dict(pairwise(arguments)).get("--method", command(settings=Settings()).method)
     while True:
@@ -114,7 +114,7 @@ def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
 
 
 def given(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Name the options that stand among the words: a default that is given is given all the same.
+    """Return the names of the options among the arguments, also of those that have their default value.
 
     >>> given(["digits", "--members", "5", "--batch-size=32", "--no-flip"])
     ('members', 'batch_size', 'flip')

@@ -1,1 +1,1 @@
-"""Compare many runs: what to run, where to run it, progress, and the table of results."""
+"""Compare many runs: the runs, their processes, progress, and the table of results."""

@@ -93,7 +93,7 @@ class Comparison:
 
         Comparison("digits", get_recipe("digits"), (Variant("deterministic"), Variant("mimo")), seeds=(0, 1, 2))
 
-    `paper` holds what was published for a variant, by its name; `members` are for all methods, also those that usually
+    `paper` has the published figures of a variant by its name; `members` are for all methods, also those that usually
     have fewer.
     """
 

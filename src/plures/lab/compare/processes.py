@@ -20,23 +20,12 @@ import torch
 
 from plures.errors import PluresError
 from plures.lab.compare.jobs import Job
+from plures.lab.compare.progress import OUTPUT, Attempt, RunsDisplay, Started
 from plures.lab.runs.config import train_words
 from plures.lab.runs.folder import RunFolder
 
-OUTPUT = "output.txt"  # what the process of a run printed, in its run folder
 TICK = 0.2  # seconds between looks at the processes
 GRACE = 10  # seconds that a process has to end before it is killed
-LONGEST = 1 << 14  # bytes at the end of the output that are looked at
-
-
-class Started(Protocol):
-    """A run that is being trained somewhere."""
-
-    def poll(self) -> int | str | None:
-        """Return None while it is being trained, then its exit code, or why there is none."""
-
-    def end(self) -> None:
-        """End it, and wait until it has ended."""
 
 
 class Launcher(Protocol):
@@ -48,36 +37,7 @@ class Launcher(Protocol):
         """Execute `plures` with some words; append what it prints to a file."""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One run in progress: its process, and what it has printed since it was started."""
-
-    job: Job
-    process: Started
-    offset: int  # bytes of the output that earlier attempts have written
-
-    @property
-    def line(self) -> str:
-        """The last line that was printed; empty if there is none."""
-        with contextlib.suppress(OSError), (self.job.run / OUTPUT).open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self.offset, end - LONGEST))
-            lines = file.read().decode(errors="replace").splitlines()
-            return next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return ""
-
-
-class Watcher(Protocol):
-    """Somebody who is told how far the runs are."""
-
-    def show(self, running: Sequence[Attempt]) -> None:
-        """Hear of the runs in progress."""
-
-    def ended(self, job: Job, reason: str | None) -> None:
-        """Hear that a run ended, and why it failed if it did."""
-
-
-def run_all(jobs: Sequence[Job], launcher: Launcher, data_dir: Path | None, watcher: Watcher) -> dict[Path, str]:
+def run_all(jobs: Sequence[Job], launcher: Launcher, data_dir: Path | None, display: RunsDisplay) -> dict[Path, str]:
     """Train all runs, and return the reasons of those that failed, by run folder.
 
         failures = run_all(jobs, Here(at_once=2), data_dir, display)
@@ -91,7 +51,7 @@ def run_all(jobs: Sequence[Job], launcher: Launcher, data_dir: Path | None, watc
     def ended(job: Job, reason: str | None) -> None:
         if reason is not None:
             failures[job.run] = reason
-        watcher.ended(job, reason)
+        display.ended(job, reason)
 
     with _ending_on_signals():
         try:
@@ -107,7 +67,7 @@ def run_all(jobs: Sequence[Job], launcher: Launcher, data_dir: Path | None, watc
                     if code is not None:
                         running.remove(one)
                         ended(one.job, None if is_done(one.job) else _reason(one, code))
-                watcher.show(running)
+                display.show(running)
                 time.sleep(TICK if running else 0)
         finally:
             for one in running:
@@ -269,7 +229,7 @@ def _start(job: Job, launcher: Launcher, data_dir: Path | None) -> Attempt:
 
 
 def _reason(attempt: Attempt, code: int | str) -> str:
-    """Return one line about what went wrong."""
+    """Return one line about the failure."""
     if isinstance(code, str):
         return code
     if code < 0:

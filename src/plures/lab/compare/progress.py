@@ -1,9 +1,11 @@
 """Progress of many runs: a live list on a terminal, plain lines elsewhere."""
 
+import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Self
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -11,12 +13,42 @@ from rich.text import Text
 
 from plures.errors import visible
 from plures.lab.compare.jobs import Job
-from plures.lab.compare.processes import Attempt
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.progress import duration
 
 PAUSE = 60.0  # seconds between plain lines about the runs in progress
+OUTPUT = "output.txt"  # what the process of a run printed, in its run folder
+LONGEST = 1 << 14  # bytes at the end of the output that are looked at
 SHOWN = 12  # runs that the live list has room for
+
+
+class Started(Protocol):
+    """A run that is being trained somewhere."""
+
+    def poll(self) -> int | str | None:
+        """Return None while it is being trained, then its exit code, or why there is none."""
+
+    def end(self) -> None:
+        """End it, and wait until it has ended."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run in progress: its process, and what it has printed since it was started."""
+
+    job: Job
+    process: Started
+    offset: int  # bytes of the output that earlier attempts have written
+
+    @property
+    def line(self) -> str:
+        """The last line that was printed; empty if there is none."""
+        with suppress(OSError), (self.job.run / OUTPUT).open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self.offset, end - LONGEST))
+            lines = file.read().decode(errors="replace").splitlines()
+            return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return ""
 
 
 class RunsDisplay(AbstractContextManager["RunsDisplay"]):

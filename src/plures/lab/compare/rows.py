@@ -1,4 +1,4 @@
-"""Finished runs as rows of a comparison: which belong together, their names, and the paper's figures for them.
+"""Finished runs as rows of a comparison: the runs of each row, its name, and the paper's figures for it.
 
 Names and commands follow from a run's config.json alone: no network is built.
 """
@@ -23,12 +23,12 @@ from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import described, unfinished
 
-EFFICIENT = 1.5  # times the file of one network: what is larger has bought its quality with size
+EFFICIENT = 1.5  # times the file of one network: a larger ensemble may owe its quality to its size
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run: where it is, what it was made from, and what was measured."""
+    """A finished run: its folder, its configuration and its metrics."""
 
     path: Path
     config: Mapping[str, Any]
@@ -88,7 +88,7 @@ class Row:
     failures: tuple[str, ...] = ()
 
     def values(self, key: str) -> list[float]:
-        """Return the figure of every run; nothing where one of them has none."""
+        """Return the figure of every run; an empty list if one of them has none."""
         found = [run.metrics.get(key) for run in self.runs]
         return [] if None in found else [float(value) for value in found if value is not None]
 
@@ -104,14 +104,14 @@ class Row:
 
     @property
     def efficient(self) -> bool:
-        """Whether it takes about the place of one network."""
+        """Whether its file is about as large as that of one network."""
         return self.costs is not None and self.costs.size <= EFFICIENT
 
 
 def rows_of(folders: Sequence[Path]) -> list[Row]:
-    """Read run folders, or all that lie below the given ones, and put those that differ in their seed only together.
+    """Read run folders, or all below the given folders; runs that differ only in their seed share a row.
 
-    Refuses runs that are not finished, and runs of different data.
+    Runs that are not finished, and runs of different data, raise an error.
     """
     groups: dict[str, list[Finished]] = {}
     for run in map(Finished.read, find_runs(folders)):
@@ -128,14 +128,14 @@ def rows_of(folders: Sequence[Path]) -> list[Row]:
 def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None) -> list[Row]:
     """Complete the rows of a comparison: the costs of their first runs, and what was published.
 
-    `paper` holds what was published, by name; without it, it is looked up. Refuses runs of different data.
+    `paper` has the published figures by name; without it, they are looked up. Runs of different data raise an error.
     """
     check_same_data([run for row in rows for run in row.runs])
     return [
         replace(
             row,
             costs=kept_costs(row.runs[0].path),
-            # A table that brings the paper's figures has them all: what it lacks, the paper lacks.
+            # A table that has figures of the paper has all of them.
             paper=paper.get(row.name) if paper else published(row.runs[0]),
         )
         if row.runs
@@ -184,7 +184,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def check_same_data(runs: Sequence[Finished]) -> None:
-    """Refuse to compare what was measured on different images."""
+    """Raise an error if runs were measured on different images."""
     seen: dict[int, Finished] = {}
     for run in runs:
         # Which images are held out for validation depends on the seed; all else must be the same for all.
@@ -207,7 +207,7 @@ def _data(run: Finished) -> str:
 
 
 def published(run: Finished) -> Published | None:
-    """Find the paper's figures for a run: of the same method and options, on the data that ours come from."""
+    """Return the paper's figures for the method, options and data of a run, or None."""
     wide = "wide_resnet" in run.config["recipe"]["model"]
     found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
     members = paper_members(run.method, wide)
@@ -221,7 +221,7 @@ def published(run: Finished) -> Published | None:
 
 
 def _names(runs: Sequence[Finished]) -> list[str]:
-    """Name rows by method and options; where that is not enough, also by what else they differ in."""
+    """Return the names of rows: method and options, and other settings if these are not enough."""
     flat = [flat_values({key: run.config[key] for key in ("recipe", "options")}) for run in runs]
     names = []
     for run, own in zip(runs, flat, strict=True):
@@ -233,7 +233,7 @@ def _names(runs: Sequence[Finished]) -> list[str]:
 
 
 def _without_seed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep what makes runs the same: which images are held out, and their mean, follow from the seed."""
+    """Return the part of a configuration that is equal for all seeds: held-out images and their mean are not."""
     data = {key: value for key, value in config["data"].items() if key not in ("fingerprint", "mean", "std")}
     # What is None was not there in runs of older versions.
     parts = {

@@ -58,22 +58,22 @@ class Column:
     value: Callable[[Row], float | None]
     cell: Callable[[Row], str]
     better: Literal["high", "low"] | None = None
-    trust: bool = False  # whether it tells of calibration, shift or other data: the report has a table for these
+    trust: bool = False  # of calibration, shift or other data: the report has a table for these
 
     def best(self, rows: Sequence[Row]) -> Row | None:
-        """Find the best row of several that have a figure; None where there is no choice."""
+        """Return the best of the rows that have a figure; None if there are fewer than two."""
         known = [(value, row) for row in rows if (value := self.value(row)) is not None]
         if self.better is None or len(known) < 2:
             return None
         return (max if self.better == "high" else min)(known, key=lambda pair: pair[0])[1]
 
     def stressed(self, rows: Sequence[Row]) -> Row | None:
-        """Find the row to stress: the best of those about the size of one network, or of all if no size is known."""
+        """Return the row to print in bold: the best of those of about the size of one network, if sizes are known."""
         return self.best([row for row in rows if row.efficient] if any(row.costs for row in rows) else rows)
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """Give the columns of a comparison; those that no row has a figure for are left out.
+    """Return the columns of a comparison, without those that no row has a figure for.
 
     What matters most comes first: a narrow screen shows no more than fits.
     """
@@ -107,7 +107,7 @@ def _measured(
     scale: float = 1,
     trust: bool = False,
 ) -> Column:
-    """Make a column of a metric: its mean, and its standard deviation where there are several seeds."""
+    """Return the column of a metric: its mean, and its standard deviation if there are several seeds."""
 
     def value(row: Row) -> float | None:
         mean = row.mean(key)
@@ -129,7 +129,7 @@ def _cost(title: str, key: str, pattern: str) -> Column:
 
 
 def paper_column(title: str, *keys: str) -> Column:
-    """Make a column of what the paper reports.
+    """Return a column of the paper's figures.
 
     paper_column("paper: accuracy % / NLL", "accuracy", "nll").cell(row)  # '95.1 / 0.157'
     """
@@ -153,7 +153,7 @@ def write(
 
         write(Path("runs/digits"), "results", rows, columns(rows), {"command": "plures compare digits"})
 
-    `about` says how the results came about: command, seeds, machine.
+    `about` has the command, the seeds and the machine.
     """
     writable(folder)
     contents = {
@@ -169,12 +169,12 @@ def write(
 
 
 def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
-    """Give a comparison as JSON values."""
+    """Return a comparison as JSON values."""
     return {"about": dict(about), "rows": [_as_json(row) for row in rows]}
 
 
 def writable(folder: Path) -> Path:
-    """Make a folder for results; better before hours of training than after."""
+    """Create a folder for results, or raise an error: before hours of training, not after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -198,7 +198,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str,
 
 
 def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
-    """Say how to read a comparison, where `bold` can be seen."""
+    """Return how to read a comparison, with or without `bold` figures."""
     seeds = sorted({run.seed for row in rows for run in row.runs})
     spread = "mean ± standard deviation" if len(seeds) > 1 else "no spread"
     best = f"bold: best of those with at most {EFFICIENT:g} times the file size of one network; " if bold else ""
@@ -210,7 +210,7 @@ def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
 
 
 def about(rows: Sequence[Row]) -> dict[str, str]:
-    """Say how results came about: the command, the time that training took, the machine."""
+    """Return the command, the training time and the machine of a comparison."""
     seconds = sum(sum(row.values("seconds")) for row in rows)
     return {
         "command": shlex.join(["plures", *sys.argv[1:]]),
@@ -221,7 +221,7 @@ def about(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def engines(rows: Sequence[Row]) -> dict[str, str]:
-    """Name the engines that predicted the test images, for the rows that have them."""
+    """Return the engines that predicted the test images."""
     named = {row.name: dict.fromkeys(run.metrics.get("engine") for run in row.runs) for row in rows}
     found = {name: ", ".join(engine for engine in one if engine) for name, one in named.items()}
     said = "; ".join(f"{name}: {one}" for name, one in found.items() if one)
@@ -255,7 +255,7 @@ def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str)
 
 
 def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int) -> Table:
-    """Make a table for a terminal: titles are broken if need be, columns left out before a number is broken."""
+    """Return a table that fits a terminal: titles are wrapped, then columns left out; numbers are never broken."""
     titles = [column.title for column in columns]
     if _width(rows, columns, titles) > width:
         titles = [textwrap.fill(one.title, _narrowest(one, rows), break_long_words=False) for one in columns]
@@ -273,14 +273,14 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int
 
 
 def _width(rows: Sequence[Row], columns: Sequence[Column], titles: Sequence[str]) -> int:
-    """Give the width of a table whose titles are broken so."""
+    """Return the width of a table with these titles."""
     widths = [max(map(len, [*t.splitlines(), *_cells(one, rows)])) for one, t in zip(columns, titles, strict=True)]
     first = max(len(name) for name in ("method", *(row.name for row in rows)))
     return first + sum(terminal.BETWEEN + width for width in widths)
 
 
 def _narrowest(column: Column, rows: Sequence[Row]) -> int:
-    """Give the width below which a number, or a word of the title, would be broken."""
+    """Return the width below which a number, or a word of the title, would be broken."""
     return max(map(len, [*column.title.split(), *_cells(column, rows)]))
 
 

@@ -50,7 +50,7 @@ def evaluate(ensemble: Ensemble, data: Data, predictor: Predictor | None = None)
     }
 
 
-def _calibration(ensemble: Ensemble, split: Split, predictor: Predictor) -> ClassCalibration | None:
+def _calibration(ensemble: Ensemble, split: DataSplit, predictor: Predictor) -> ClassCalibration | None:
     """Return what images of several classes teach; None if there are none."""
     if len(set(split.labels.tolist())) < 2:
         return None

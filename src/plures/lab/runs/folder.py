@@ -1,14 +1,15 @@
-"""The folder of one run. Writes are atomic, and their order is such that nothing is lost.
+"""The folder of one run. Writes are atomic, and in an order that loses nothing.
 
-    config.json            what the run was made from; written once
+    config.json            all settings of the run; written once
     log.jsonl              a record per epoch
     partial.safetensors    the ensemble after the last commit
     state.safetensors      the open stage after its last epoch
     ensemble.safetensors   the finished ensemble; the two files above are gone then
-    metrics.json           what was measured of it
+    metrics.json           its metrics on the test images
+    costs.json             size and times relative to one network
 
-After an epoch the log is written first and the state second, which remembers how long the log was: what is longer
-belongs to an epoch that was lost, and is cut off. After a commit the state of the stage stays until the next stage
+After an epoch the log is written first and the state second, which has the length of the log: what is beyond
+is of an epoch that was lost, and is cut off. After a commit the state of the stage stays until the next stage
 replaces it: it is known to be out of date by its position in the plan.
 """
 
@@ -54,7 +55,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run is trained."""
         return is_file(self.ensemble)
 
     @property
@@ -63,7 +64,7 @@ class RunFolder:
         return self._config.is_file() and any(path.is_file() for path in (self.ensemble, self.partial, self.log))
 
     def config(self) -> dict[str, Any]:
-        """Read what the run was made from."""
+        """Return the configuration of the run."""
         if not is_file(self._config):
             raise PluresError(f"{self.path} is not a run folder: it has no config.json")
         found = read_object(self._config, CONFIG, "restore the run from a backup, or train it again in another folder")
@@ -77,7 +78,7 @@ class RunFolder:
         return found
 
     def metrics(self) -> dict[str, Any]:
-        """Read what was measured of the finished run."""
+        """Return the metrics of the finished run."""
         return read_object(self.measured, METRICS, "remove it, and `plures train` makes it again")
 
     def records(self) -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[None]:
-        """Keep other processes out, for as long as this one lives at most; refuse or `wait` where one is in."""
+        """Lock the folder; if another process has locked it, `wait` or raise an error."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
@@ -133,7 +134,7 @@ class RunFolder:
             return self.state.read_bytes() if self.state.is_file() else None
 
     def write_state(self, contents: bytes) -> None:
-        """Keep the state of the open stage: the old one or the new one is there, whatever happens."""
+        """Write the state of the open stage, in place of the old one."""
         files.write(self.state, contents)
 
     def append_record(self, record: Mapping[str, Any]) -> int:
@@ -144,7 +145,7 @@ class RunFolder:
             return file.tell()
 
     def log_length(self, stages: Collection[str]) -> int:
-        """Count how many bytes of the log belong to some stages, which come first."""
+        """Return how many bytes of the log are of the given stages, which come first."""
         length = 0
         for line in self._lines():
             record = _json(line)
@@ -154,16 +155,16 @@ class RunFolder:
         return length
 
     def cut_log(self, length: int) -> None:
-        """Forget what was logged beyond a length."""
+        """Cut the log to a length."""
         if self.log.is_file() and self.log.stat().st_size > length:
             with _told("write", self.log):
                 os.truncate(self.log, length)
 
     def clean(self) -> None:
-        """Remove what only an unfinished run needs."""
+        """Remove the files that only an unfinished run needs."""
         for path in (self.partial, self.state):
             if path.exists():
-                with contextlib.suppress(OSError):  # where nothing may be removed, they do no harm
+                with contextlib.suppress(OSError):  # they do no harm
                     path.unlink()
 
     def _lines(self) -> list[bytes]:
@@ -176,7 +177,7 @@ class RunFolder:
 
 
 def other_settings(path: Path, differing: Sequence[str], advice: str) -> PluresError:
-    """Make the error for a folder that has a run with other settings."""
+    """Return the error for a folder that has a run with other settings."""
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return PluresError(f"{path} has a run with other settings: {'; '.join(differing[:3])}{more}; {advice}")
 

@@ -43,7 +43,7 @@ def data_for(recipe: Recipe, data_dir: Path | None) -> Data:
 
 
 def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Module:
-    """Make the network of a recipe: the same weights for the same seed."""
+    """Build the network of a recipe: the same weights for the same seed."""
     options: dict[str, Any] = {"size": size, "stem": recipe.stem}
     if recipe.width is not None:
         options["width"] = recipe.width
@@ -88,7 +88,7 @@ def with_weights(network: nn.Module, source: str) -> nn.Module:
 def ensemble_for(
     recipe: Recipe, method: str, settings: Sequence[str], network: nn.Module, begun: RunFolder | None = None
 ) -> Ensemble:
-    """Split a network by a method of the command line.
+    """Build the ensemble of a recipe by a method of the command line.
 
         ensemble = ensemble_for(recipe, "orthogonal-dropout", ["granularity=kernel"], network)
 
@@ -109,13 +109,13 @@ def ensemble_for(
 
 
 def device_for() -> torch.device:
-    """Name the device to compute on: the accelerator if there is one."""
+    """Return the device to compute on: the accelerator if there is one."""
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a finished run was made from, without its weights."""
+    """A finished run without its weights."""
 
     path: Path
     method: str  # as on the command line
@@ -136,7 +136,7 @@ class Described:
         return data
 
     def network(self) -> nn.Module:
-        """Make the plain network, as it was before it was trained; one that the file has no weights for is refused."""
+        """Build the plain, untrained network; raise an error if the file does not have its weights."""
         shape = (len(self.info.classes), self.info.channels, self.info.size)
         if not is_code(self.recipe.model):
             with torch.device("meta"):
@@ -157,7 +157,7 @@ class Run(Described):
 
 
 def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
-    """Load what a run folder holds, without its data.
+    """Load a finished run, without its data.
 
         run = open_run("runs/digits-orthogonal-dropout-seed0")
 
@@ -171,7 +171,7 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
 
 
 def read_run(folder: str | Path, *, trust_code: bool = False) -> Described:
-    """Read what a finished run was made from, and see to it that its code may be run."""
+    """Read the configuration of a finished run; raise an error if it names code that is not trusted."""
     files = RunFolder(folder)
     config = files.config()
     if not files.finished:
@@ -189,7 +189,7 @@ def unfinished(config: Mapping[str, Any], folder: Path, where: str = "") -> Plur
 
 
 def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo, Made]:
-    """Give recipe, data and words of a run, or say what of its configuration makes no sense."""
+    """Return recipe, data and words of a run, or raise an error if its configuration is incomplete."""
     try:
         recipe = Recipe.from_json(config["recipe"])
         prepared = {name: value for name, value in config["data"].items() if name != "fingerprint"}

@@ -22,12 +22,12 @@ class Position(NamedTuple):
 
     committed: Annotated[int, Meta(ge=0)]
     epoch: Annotated[int, Meta(ge=0)]
-    log_length: Annotated[int, Meta(ge=0)]  # bytes of the log that belong to it
+    log_length: Annotated[int, Meta(ge=0)]  # bytes of the log up to this epoch
     loss_scale: dict[str, float]  # of fp16; else empty
 
 
 def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
-    """Put a stage, its optimizer and the position into bytes."""
+    """Return a stage, its optimizer and the position as bytes."""
     stored = {
         # Cloned: safetensors takes neither other memory formats nor tensors that share memory.
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -44,7 +44,7 @@ def position_of(contents: bytes) -> Position:
 
 
 def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
-    """Bring a stage and its optimizer back to where `pack` found them."""
+    """Restore the stage and the optimizer that `pack` was given."""
     try:
         stored = load(contents)
     except SafetensorError as error:
@@ -63,7 +63,7 @@ def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
 
 
 def prime(optimizer: Optimizer) -> None:
-    """Make all tensors that an optimizer makes at its first step, so that a state can be copied into them.
+    """Create the tensors that an optimizer would create at its first step, so that a state can be copied into them.
 
     A momentum of zero gives the same first step as none; Adam's tensors start at zero anyway.
     """
@@ -113,7 +113,7 @@ def _checksums(stored: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def damaged(reason: Any) -> PluresError:
-    """Make the error for a state that cannot be trusted."""
+    """Return the error for a damaged state."""
     return PluresError(
         f"state.safetensors in the run folder is damaged ({reason}): "
         "delete it, and the open stage is trained again from its start"

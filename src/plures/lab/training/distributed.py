@@ -26,7 +26,7 @@ TRACKED = ("loss", "train_accuracy", "validation_accuracy", "learning_rate", "im
 
 
 class Processes:
-    """All that training must know of the other processes; with one process nothing is sent.
+    """The processes that train together; with one process, nothing is sent.
 
     processes = Processes("bf16")
     contents = processes.on_main(path.read_bytes)  # one reads, all get the bytes
@@ -66,7 +66,7 @@ class Processes:
         return model, stepper
 
     def let_go(self, size: int) -> None:
-        """Forget what was prepared: so many bytes, and as many of gradients and momentum."""
+        """Release what was prepared: a stage of `size` bytes, its gradients and its momentum."""
         if size >= LARGE:
             self.accelerator.free_memory()
         else:  # which also collects garbage: it takes longer than to train a small stage
@@ -93,7 +93,7 @@ class Processes:
             self.accelerator.log(numbers, step=step)
 
     def loss_scale(self) -> dict[str, float]:
-        """Give the state of the loss scale that fp16 needs; else empty."""
+        """Return the state of the loss scale of fp16; with other precisions, an empty dict."""
         scaler = self.accelerator.scaler
         return {} if scaler is None else scaler.state_dict()
 
@@ -103,7 +103,7 @@ class Processes:
             self.accelerator.scaler.load_state_dict(dict(state))
 
     def batch_size(self, recipe: Recipe) -> int:
-        """Share out a batch among the processes."""
+        """Return the images per step of one process."""
         if recipe.batch_size % self.world:
             raise PluresError(
                 f"batch_size={recipe.batch_size} cannot be divided among {self.world} processes: use a multiple"
@@ -131,15 +131,15 @@ class Processes:
             raise PluresError(complaint)
 
     def sum(self, value: Tensor) -> Tensor:
-        """Add up the values of all processes."""
+        """Return the sum of the values of all processes."""
         return self.accelerator.reduce(value, reduction="sum") if self.world > 1 else value
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """Bring floating-point tensors to their mean over all processes, in place."""
+        """Replace floating-point tensors by their mean over all processes, in place."""
         self._together(tensors, lambda flat: self.accelerator.reduce(flat, reduction="mean"))
 
     def take_from_main(self, tensors: Iterable[Tensor]) -> None:
-        """Give floating-point tensors the values of the main process, in place."""
+        """Replace floating-point tensors by those of the main process, in place."""
         self._together(tensors, broadcast)
 
     def _together(self, tensors: Iterable[Tensor], exchange: Callable[[Tensor], Tensor]) -> None:
@@ -172,7 +172,7 @@ def _refuse_missing(trackers: Sequence[Any], folder: str | Path | None) -> None:
 
 
 def resolve(precision: str, device: torch.device) -> Literal["no", "bf16", "fp16"]:
-    """Turn "auto" into bf16 where the device is made to multiply in it, and into full precision elsewhere.
+    """Return the precision that "auto" stands for: bf16 if the device is made to multiply in it, else full precision.
 
     A processor is if it has tiles (AMX). Others compute in bf16, too, but more slowly than in float32: many times
     without bf16 instructions, and by a quarter with those of AVX-512, on the one that was measured.

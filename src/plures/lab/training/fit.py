@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from plures.ensemble import Ensemble
-from plures.lab.data import Data
+from plures.lab.data import Data, steps
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
@@ -25,6 +25,7 @@ from plures.storage import refill, save
 from plures.tensors import checksum
 
 log = logging.getLogger("plures")
+FEW = 4  # steps of an epoch: fewer are hardly worth its passes over the images
 
 
 def fit(
@@ -70,6 +71,7 @@ def fit(
         epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(Display(ensemble.plan(), epochs, quiet=quiet or not processes.main))
         stack.enter_context(processes.tracking(config["recipe"]))
+        _warn_of_few_steps(data, recipe)
         _Run(ensemble, data, recipe, folder, processes, display).train(finish)
     return ensemble
 
@@ -81,7 +83,7 @@ def _enter(folder: RunFolder, config: Mapping[str, Any], stack: ExitStack) -> di
 
 
 def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> None:
-    """Bring the ensemble to where the run folder is; a new folder gets its first file."""
+    """Restore the ensemble from the run folder; write the first file into a new folder."""
     name = processes.on_main(lambda: next((p.name for p in (folder.ensemble, folder.partial) if p.is_file()), None))
     if name is None:
         # Even before the first epoch: the next process may draw another network.
@@ -142,7 +144,7 @@ class _Run:
         return sum(step.committed for step in self.ensemble.plan())
 
     def _saved_state(self) -> bytes | None:
-        """Read the state of the open stage, if there is one, and cut the log to what belongs to it."""
+        """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
         folder = self.folder
         if folder is None or self._next() is None:
             return None
@@ -182,6 +184,19 @@ class _Run:
             finish()
             save(self.ensemble, folder.ensemble)
         folder.clean()
+
+
+def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:
+    per_epoch = steps(data.train, recipe.batch_size, drop_last=len(data.train) >= recipe.batch_size)
+    if per_epoch < FEW:
+        log.warning(
+            "an epoch has only %d step%s, because a batch has %d of the %d training images: use a smaller batch_size, "
+            "or more epochs",
+            per_epoch,
+            "" if per_epoch == 1 else "s",
+            recipe.batch_size,
+            len(data.train),
+        )
 
 
 def _refuse_different_starts(ensemble: Ensemble, processes: Processes) -> None:

@@ -21,18 +21,18 @@ from plures.seeding import seed_of
 from plures.stage import Stage, Step
 
 log = logging.getLogger("plures")
-UNDERCONFIDENT = 0.2  # how far below accuracy a stage's confidence ends before it is worth a word
+UNDERCONFIDENT = 0.2  # of confidence below accuracy: from here on, a warning
 CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
 
 
 class StageLoop:
-    """Hold a stage with its optimizer, and train it for one epoch at a time.
+    """Train one stage, an epoch at a time.
 
         loop = StageLoop(ensemble, step, data, recipe, processes)
         records = [loop.epoch(number) for number in range(1, loop.epochs + 1)]
 
-    All random numbers of an epoch follow from the seed, the stage, the epoch and the process: an epoch does not care
-    whether those before it ran in the same process.
+    All random numbers of an epoch follow from the seed, the stage, the epoch and the process: an epoch gives
+    the same result whether or not those before it ran in the same process.
     """
 
     def __init__(self, ensemble: Ensemble, step: Step, data: Data, recipe: Recipe, processes: Processes) -> None:
@@ -47,7 +47,7 @@ class StageLoop:
         self.steps = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
         self.stage = ensemble.open(step)
-        self.loss = Watched(smoothed(self.stage.loss, recipe.label_smoothing))
+        self.loss = CountingLoss(smoothed(self.stage.loss, recipe.label_smoothing))
         _set_loss(self.stage, self.loss)
         self.stage.to(processes.device)
         lay_out(self.stage, self.batch_size, processes.device, mixed=processes.precision != "no")
@@ -103,7 +103,7 @@ class StageLoop:
         return self.processes.sum(right).item() / len(split)
 
     def close(self) -> None:
-        """Make the stage the same in all processes and let go of the optimizer."""
+        """Make the stage the same in all processes, and release the optimizer."""
         tensors = [*self.stage.parameters(), *self.stage.buffers()]
         self.processes.take_from_main(tensors)
         self.processes.let_go(sum(tensor.nbytes for tensor in tensors))
@@ -158,7 +158,7 @@ class StageLoop:
 
 
 def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool) -> bool:
-    """Lay a stage out in memory as it trains fastest, and say whether its own engine trains it.
+    """Lay a stage out in memory as it trains fastest, and return whether its own engine trains it.
 
         lay_out(stage, 128, torch.device("cpu"), mixed=False)
 
@@ -172,8 +172,8 @@ def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool)
     return False
 
 
-class Watched(nn.Module):
-    """A loss that counts right answers, and adds up how sure they are, on its way: that costs no forward pass."""
+class CountingLoss(nn.Module):
+    """A loss that also counts correct labels and sums up confidences, which costs no forward pass."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Watched(nn.Module):
 
 
 def smoothed(loss: Loss, smoothing: float) -> Loss:
-    """Give the cross-entropy its label smoothing; other losses have none to give."""
+    """Return the cross-entropy with label smoothing; raise an error for other losses."""
     if not smoothing:
         return loss
     if loss is not F.cross_entropy:
@@ -213,7 +213,7 @@ def smoothed(loss: Loss, smoothing: float) -> Loss:
 
 
 def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
-    """Make the optimizer that a recipe names, with the weight decay where the method wants it."""
+    """Return the optimizer of a recipe, with weight decay on the parameters that the method chooses."""
     groups = stage.parameter_groups(recipe.weight_decay)
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.learning_rate)
@@ -226,7 +226,7 @@ def _set_loss(stage: Stage, loss: Loss) -> None:
 
 
 def _answers(logits: Tensor) -> Tensor:
-    """Answer as the stage does: a stage of several members by their mean probability."""
+    """Return the labels of a stage: of several members, by their mean probability."""
     if logits.dim() == 3:
         logits = logits.float().softmax(-1).mean(0)
     return logits.argmax(-1)
@@ -239,7 +239,7 @@ END = START / 1e4
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -> float:
-    """Give the rate of one optimizer step, counted from 0, of a stage of `steps` steps.
+    """Return the learning rate of one optimizer step, counted from 0, of a stage of `steps` steps.
 
     The warm-up multiplies the schedule, which counts from the first step: milestones stay where they are.
     """
@@ -262,5 +262,5 @@ def _factor(recipe: Recipe, progress: float) -> float:
 
 
 def _blend(start: float, end: float, progress: float) -> float:
-    """Go from one value to another along half a cosine wave."""
+    """Return a value between two others, along half a cosine wave."""
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
