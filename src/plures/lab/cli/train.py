@@ -42,6 +42,7 @@ class Train:
       log.jsonl             a record per epoch
       ensemble.safetensors  the trained ensemble
       metrics.json          metrics on the test images
+      costs.json            size and times relative to one network
         If the run is interrupted, the same command resumes it after the last
         finished epoch. On the same machine the result has the same bits.
     """
