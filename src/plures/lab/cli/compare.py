@@ -30,12 +30,12 @@ class Compare:
     What happens:
       Missing runs are trained, finished runs are skipped, and interrupted
       runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each is a process of
-      `plures train` with one core or GPU, whose output is in output.txt. The table is written to RUNS/RECIPE
-      as results.md, results.csv and results.json, or to OUT as
-      compare-RECIPE. Settings of the recipe can be overridden as in `plures
-      train`; methods that train for more epochs still do. The table has only
-      the methods of this command; `plures report RUNS/RECIPE` shows all
-      finished runs.
+      `plures train` with one core or GPU, and prints to output.txt there. The
+      table is written to RUNS/RECIPE as results.md, results.csv and
+      results.json, or to OUT as compare-RECIPE. Settings of the recipe can be
+      overridden as in `plures train`; methods that train for more epochs
+      still do. The table has only the methods of this command; `plures report
+      RUNS/RECIPE` shows all finished runs.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
