@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attack.driver import Part, Results, run
 
-PARTS = ("damaged", "malicious", "threads", "commands", "folders", "processes", "properties")
+PARTS = ("damaged", "malicious", "networks", "threads", "commands", "folders", "processes", "properties")
 
 
 def main() -> int:
@@ -16,6 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="attack", description="Attack plures with bad files, threads and bad inputs.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts of it")
     parser.add_argument("--files", type=int, default=10_000, help="damaged files, and as many malicious ones")
+    parser.add_argument("--networks", type=int, default=500, help="random networks whose engines are compared")
     parser.add_argument("--predictions", type=int, default=500, help="in each of 8 threads, for each method and engine")
     parser.add_argument("--inputs", type=int, default=1_000, help="bad inputs to each command, and folders of the hub")
     parser.add_argument("--first", type=int, default=0, help="the first of these: 9999 repeats the last file")
@@ -23,7 +24,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--results", type=Path, help="store the verdicts in this JSON file; the same command continues")
     chosen = parser.parse_args()
-    settings = {name: getattr(chosen, name) for name in ("files", "predictions", "inputs", "first", "seed")}
+    settings = {name: getattr(chosen, name) for name in ("files", "networks", "predictions", "inputs", "first", "seed")}
     with tempfile.TemporaryDirectory() as folder:
         parts = [part for name in chosen.only for part in parts_of(name, chosen, Path(folder))]
         try:
@@ -55,12 +56,15 @@ def parts_of(name: str, chosen: argparse.Namespace, folder: Path) -> list[Part]:
     from attack.commands import Commands, train_one
     from attack.files import Files
     from attack.folders import Folders
+    from attack.networks import Networks
     from attack.subjects import save_all
     from attack.threads import Threads
     from plures.lab.cli.main import commands
 
     if name == "properties":  # pytest judges them
         return []
+    if name == "networks":
+        return [Networks(chosen.networks, chosen.seed)]
     if name == "threads":
         return [Threads(chosen.predictions)]
     if name in ("damaged", "malicious"):

@@ -27,7 +27,7 @@ GOOD = ("refused", "same", "finite", "harmless")
 WRONG = ("raw", "silent", "wordy", "hang", "died")
 PATIENCE = 600  # seconds on the clock at least: what waits for nothing is a hang, what waits for a busy machine is not
 # What takes long to import, and is no part of the attack.
-PRELOADED = ["attack.files", "attack.threads", "attack.commands", "attack.folders", "attack.heavy"]
+PRELOADED = ["attack.files", "attack.networks", "attack.threads", "attack.commands", "attack.folders", "attack.heavy"]
 
 
 class Verdict(NamedTuple):

@@ -3,9 +3,11 @@
 import copy
 import logging
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from plures.errors import PluresError
 from plures.graph import Graph, graph_of
@@ -79,42 +81,50 @@ def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
     """
     if not _possible(split, graph):
         return False
-    shapes = _shapes(graph)
-    parts = Parts(split, [])
-    owned = apart = 0.0
-    for node in graph.layers:
-        of_node = _costs(node, graph, parts, shapes)
-        owned, apart = owned + of_node[0], apart + of_node[1]
-    return owned < apart
+    shapes, parts = _shapes(graph), Parts(split, [])
+    costs = [_costs(node, graph, parts, shapes) for node in graph.nodes]
+    return sum(owned for owned, _ in costs) < sum(apart for _, apart in costs)
 
 
 def _costs(node: fx.Node, graph: Graph, parts: Parts, shapes: dict[fx.Node, torch.Size]) -> tuple[float, float]:
-    """Return what a layer costs in the owned engine, and as so many layers, in multiplications."""
+    """Return what a node costs in the owned engine, and as one network for each member, in multiplications."""
     members, owned, apart = len(parts.members), 0.0, 0.0
     shape = shapes.get(node, torch.Size([1]))
-    given = [shapes[one].numel() for one in node.all_input_nodes if one in shapes]
-    moved = MOVED * (shape.numel() + sum(given)) if node in shapes else 0.0
-    for inner, layer in graph.layers[node].named_modules():
-        if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+    given = [shapes[one].numel() for one in node.all_input_nodes if one in shapes and one.op != "get_attr"]
+    moved = MOVED * (shape.numel() + sum(given)) if node in shapes else 0
+    for weight, layer, spatial in _weights(node, graph, shape):
+        tensor = parts.own(weight)
+        if tensor is None:
             continue
-        name = f"{node.target}.{inner}".rstrip(".")
-        spatial = shape[2:].numel() if isinstance(layer, nn.modules.conv._ConvNd) else shape[1:-1].numel()
-        products = float(layer.weight.numel() * max(spatial, 1))
+        products = float(tensor.numel() * max(spatial, 1))
         apart += members * (products + moved)
-        owners = parts.owners.get(parts.first(f"{name}.weight"))
-        each = None if owners is None else _cost(layer, owners, spatial, parts, name)
+        owners = parts.owners.get(parts.first(weight))
+        each = None if owners is None else _cost(layer, owners, spatial, parts, weight.rpartition(".")[0])
         # What runs member by member is laid out anew, cut into members, and joined again.
         owned += members * (products + 3 * moved) if each is None else each * products + members * moved
     return owned, apart
 
 
-def _cost(layer: nn.Module, owners: Tensor, spatial: int, parts: Parts, name: str) -> float | None:
+def _weights(node: fx.Node, graph: Graph, shape: torch.Size) -> Iterator[tuple[str, nn.Module | None, int]]:
+    """Yield the weights that a node multiplies by, the layer, and how many numbers of a channel each multiplies."""
+    if node.op in ("call_function", "call_method"):
+        for given in node.all_input_nodes:
+            if given.op == "get_attr":
+                yield str(given.target), None, shape[2:].numel()
+    for name, layer in graph.layers[node].named_modules() if node in graph.layers else ():
+        if isinstance(layer, nn.Linear | _ConvNd):
+            spatial = shape[2:].numel() if isinstance(layer, _ConvNd) else shape[1:-1].numel()
+            yield f"{node.target}.{name}".rstrip(".") + ".weight", layer, spatial
+
+
+def _cost(layer: nn.Module | None, owners: Tensor, spatial: int, parts: Parts, name: str) -> float | None:
     """Return how many dense layers the kernels of all members cost; None if they cannot run it."""
-    single = owners.numel() == layer.weight.numel()  # type: ignore[operator]
     if isinstance(layer, nn.Linear):
+        single = owners.numel() == layer.weight.numel()
         return (COST_OF_TOKENS if spatial > 1 else COST_OF_ROWS)["weight" if single else "block"]
-    if not OwnedConvolution.fits(layer, parts, name):
+    if not isinstance(layer, nn.Conv2d) or not OwnedConvolution.fits(layer, parts, name):
         return None
+    single = owners.numel() == layer.weight.numel()
     return COST_OF_WEIGHTS if single else COST_OF_KERNELS
 
 

@@ -66,6 +66,10 @@ class Parts:
         """Return a tensor's role, or None if the network has no tensor of this name."""
         return self.roles.get(self.first(name))
 
+    def own(self, name: str) -> Tensor | None:
+        """Return a tensor of the split network, or None if it has none of this name."""
+        return self._own.get(self.first(name))
+
     def stack(self, name: str) -> Tensor | None:
         """Return what each member has of a tensor that is not split, [members, ...]; None if there is no tensor."""
         first = self.first(name)

@@ -1,0 +1,27 @@
+"""Every engine, copied, pickled, converted, compiled and exported, gives the members' answers or refuses."""
+
+import pytest
+import torch
+
+from attack.networks import Networks
+from random_networks import wrong_answers
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_engines_of_random_networks_are_right_or_refused(first) -> None:
+    assert [wrong for seed in range(first, first + 10) for wrong in wrong_answers(seed)] == []
+
+
+@pytest.mark.parametrize("seed", [100])
+def test_compiled_engines_of_random_networks_are_right_or_refused(seed) -> None:
+    assert list(wrong_answers(seed, compiled=True)) == []
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("seed", [105, 107])
+def test_exported_random_networks_are_right_or_refused(seed) -> None:
+    assert list(wrong_answers(seed, exported=True)) == []
+
+
+def test_the_attack_judges_them() -> None:
+    assert [verdict.word for verdict in Networks(items=1, seed=7).judge(0)] == ["same"]
