@@ -102,8 +102,9 @@ def hammer(ensemble: plures.Ensemble, predictor: Any, predictions: int, path: Pa
 
 
 def _members(ensemble: Any) -> list[bytes]:
-    """Check out the members, where a method has any to check out."""
-    if not hasattr(ensemble, "checkout"):
+    """Check out the members, if a method has any to check out."""
+    try:
+        networks = [ensemble.checkout(member) for member in range(getattr(ensemble, "members", 1))]
+    except plures.PluresError:  # members that live in one network
         return []
-    networks = [ensemble.checkout(member) for member in range(getattr(ensemble, "members", 1))]
     return [tensor.numpy().tobytes() for network in networks for tensor in network.state_dict().values()]
