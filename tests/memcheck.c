@@ -8,8 +8,7 @@
 const Kernels *plures_kernels(const char *);
 int plures_convolution(const Kernels *, const Convolution *, int threads);
 int plures_block_linear(const Kernels *, const BlockLinear *, int threads);
-int plures_masked_sums(const Kernels *, const MaskedConvolution *, int threads);
-int plures_masked_gradient(const Kernels *, const MaskedConvolution *, int threads);
+int plures_kernel_gradient(const Kernels *, const KernelGradient *, int threads);
 int plures_norm(const Kernels *, const Norm *, int threads);
 
 static uint64_t state = 88172645463325252u;
@@ -57,7 +56,7 @@ static double convolution(int lanes) {
     float *x = numbers(members * images * channels * map), *bias = numbers(members * outputs);
     float *added = numbers(members * images * outputs * out_map), *y = numbers(members * images * outputs * out_map);
     const Convolution layer = {x, added, values, bias, starts, places, y, images * channels * map, (int64_t)height * width, 1,
-                               (int64_t)out_height * out_width, 1, members, images, channels, height, width, outputs,
+                               (int64_t)out_height * out_width * lanes, (int64_t)out_width * lanes, lanes, members, images, channels, height, width, outputs,
                                out_height, out_width, k, k, stride, stride, padding, padding, lanes, group, whole, 0};
     plures_convolution(plures_kernels("portable"), &layer, 1 + below(3));
     double worst = 0;
@@ -102,69 +101,55 @@ static void linear(void) {
     free(starts), free(places), free(values), free(bias), free(x), free(y);
 }
 
-static double masked(void) {
-    const int blocks = 1 + below(6), channels = 1 + below(20), outputs = 1 + below(10), usual = below(2);
+static double gradient(void) {
+    const int members = 1 + below(3), blocks = 1 + below(6), channels = 1 + below(20), outputs = 1 + below(10), usual = below(2), shared = below(2);
     const int k = usual ? 3 : 1 + below(4), kw = usual ? 3 : 1 + below(4), taps = k * kw;
-    const int stride = usual ? 1 + below(2) : 1 + below(3), padding = usual ? 1 : below(6) - 2, flipped = stride == 1 && below(2);
-    const int height = 1 + below(10), width = 1 + below(10);
-    /* As the gradient of inputs needs it, the output may be of any size: what it reads beyond the map is zero. */
-    const int out_height = usual && stride == 1 ? height : 1 + below(10), out_width = usual && stride == 1 ? width : 1 + below(10);
+    const int stride = usual ? 1 + below(2) : 1 + below(3), padding = usual ? 1 : below(3), all = outputs * channels;
+    const int height = k + below(10), width = kw + below(10), out_height = (height + 2 * padding - k) / stride + 1, out_width = (width + 2 * padding - kw) / stride + 1;
     const int64_t map = (int64_t)height * width * LANES, out_map = (int64_t)out_height * out_width * LANES;
-    int32_t *starts = malloc(sizeof(int32_t) * (outputs + 1)), *places = malloc(sizeof(int32_t) * outputs * channels);
-    int at = 0;
-    for (int o = 0; o < outputs; o++) {
-        starts[o] = at;
-        for (int c = 0; c < channels; c++)
-            if (below(2)) places[at++] = c;
-    }
-    starts[outputs] = at;
-    places = realloc(places, sizeof(int32_t) * (at ? at : 1));
-    float *x = numbers(blocks * channels * map), *y = numbers(blocks * outputs * out_map), *bias = numbers(outputs);
-    float *weight = numbers((int64_t)outputs * channels * taps), *given = numbers(blocks * outputs * out_map);
-    MaskedConvolution layer = {{x, channels, height, width}, {y, outputs, out_height, out_width}, weight, bias, starts, places,
-                               (int64_t)channels * taps, taps, blocks, k, kw, stride, padding, padding, flipped};
-    plures_masked_sums(plures_kernels("portable"), &layer, 1 + below(3));
+    int32_t *starts = malloc(sizeof(int32_t) * members * (channels + 1)), *places = malloc(sizeof(int32_t) * members * all), *rows = malloc(sizeof(int32_t) * members * all);
+    int at = 0, list = 0;
+    for (int m = 0; m < members; m++, starts[list++] = at)
+        for (int c = 0; c < channels; c++) {
+            starts[list++] = at;
+            for (int o = 0; o < outputs; o++)
+                if (below(2)) places[at] = o, rows[at++] = (m * outputs + o) * channels + c;
+        }
+    places = realloc(places, sizeof(int32_t) * (at ? at : 1)), rows = realloc(rows, sizeof(int32_t) * (at ? at : 1));
+    float *x = numbers((shared ? 1 : members) * blocks * channels * map), *given = numbers(members * blocks * outputs * out_map);
+    float *to = numbers((int64_t)members * all * taps);
+    const KernelGradient layer = {x, given, to, starts, places, rows, shared ? 0 : blocks * channels * map, members, blocks, channels,
+                                  height, width, outputs, out_height, out_width, k, kw, stride, stride, padding, padding};
+    plures_kernel_gradient(plures_kernels("portable"), &layer, 1 + below(3));
     double worst = 0;
-    double *kernels = calloc((int64_t)outputs * channels * taps, sizeof(double));
-    for (int n = 0; n < blocks; n++)
-        for (int o = 0; o < outputs; o++)
-            for (int64_t p = 0; p < out_map; p++) {
-                const int lane = p % LANES, column = p / LANES % out_width, row = p / LANES / out_width;
-                const int64_t place = ((int64_t)n * outputs + o) * out_map + p;
-                double sum = bias[o];
-                for (int i = starts[o]; i < starts[o + 1]; i++)
-                    for (int t = 0; t < taps; t++) {
-                        const int from_y = row * stride + t / kw - padding, from_x = column * stride + t % kw - padding;
-                        if (from_y < 0 || from_y >= height || from_x < 0 || from_x >= width) continue;
-                        const int64_t kernel = ((int64_t)o * channels + places[i]) * taps;
-                        const double input = x[((int64_t)n * channels + places[i]) * map + ((int64_t)from_y * width + from_x) * LANES + lane];
-                        sum += weight[kernel + (flipped ? taps - 1 - t : t)] * input;
-                        kernels[kernel + t] += given[place] * input;
-                    }
-                worst = fmax(worst, fabs(sum - y[place]));
-            }
-    layer.output.values = given;
-    plures_masked_gradient(plures_kernels("portable"), &layer, 1 + below(3));
-    for (int o = 0; o < outputs; o++)
-        for (int i = starts[o]; i < starts[o + 1]; i++)
-            for (int t = 0; t < taps; t++) {
-                const int64_t tap = ((int64_t)o * channels + places[i]) * taps + t;
-                worst = fmax(worst, fabs(weight[tap] - kernels[tap]) / 10);
-            }
-    free(starts), free(places), free(x), free(y), free(bias), free(weight), free(given), free(kernels);
+    for (int m = 0; m < members; m++)
+        for (int c = 0; c < channels; c++)
+            for (int i = starts[m * (channels + 1) + c]; i < starts[m * (channels + 1) + c + 1]; i++)
+                for (int t = 0; t < taps; t++) {
+                    double sum = 0;
+                    for (int n = 0; n < blocks; n++)
+                        for (int64_t p = 0; p < out_map; p++) {
+                            const int lane = p % LANES, y = p / LANES / out_width * stride + t / kw - padding, z = p / LANES % out_width * stride + t % kw - padding;
+                            if (y < 0 || y >= height || z < 0 || z >= width) continue;
+                            sum += (double)given[((int64_t)(m * blocks + n) * outputs + places[i]) * out_map + p] *
+                                   x[((int64_t)((shared ? 0 : m) * blocks + n) * channels + c) * map + ((int64_t)y * width + z) * LANES + lane];
+                        }
+                    worst = fmax(worst, fabs(to[(int64_t)rows[i] * taps + t] - sum) / 10);
+                }
+    free(starts), free(places), free(rows), free(x), free(given), free(to);
     return worst;
 }
 
 /* Compared with torch elsewhere: here only what is read and written counts. */
 static void norm(void) {
-    const int64_t blocks = 1 + below(3), channels = 1 + below(5), pixels = (1 + below(9)) * LANES, all = blocks * channels * pixels;
+    const int64_t blocks = 1 + below(3), channels = 1 + below(5), pixels = (1 + below(9)) * LANES, members = 1 + below(3), all = members * blocks * channels * pixels;
     const int relu = below(2), added = below(2);
     float *a[7], *c[6];
     for (int i = 0; i < 7; i++) a[i] = numbers(all);
-    for (int i = 0; i < 6; i++) c[i] = numbers(channels);
+    for (int i = 0; i < 6; i++) c[i] = numbers(members * channels);
     Norm layer = {.input = a[0], .residual = added ? a[1] : NULL, .weight = c[0], .bias = c[1], .gradient = a[2], .output = a[3],
                   .mean = c[2], .variance = c[3], .to_residual = relu ? a[4] : NULL, .to_input = a[5], .to_weight = c[4],
-                  .to_bias = c[5], .blocks = blocks, .channels = channels, .pixels = pixels, .epsilon = 1e-5, .relu = relu};
+                  .to_bias = c[5], .members = members, .blocks = blocks, .channels = channels, .pixels = pixels, .epsilon = 1e-5, .relu = relu};
     plures_norm(plures_kernels("portable"), &layer, 1 + below(3));
     layer.backward = 1;
     plures_norm(plures_kernels("portable"), &layer, 1 + below(3));
@@ -177,7 +162,7 @@ int main(void) {
     for (int i = 0; i < 300; i++) {
         worst = fmax(worst, convolution(i % 2 ? 1 : LANES));
         linear();
-        worst = fmax(worst, masked());
+        worst = fmax(worst, gradient());
         norm();
     }
     printf("%d lanes: 300 random layers; largest difference from plain loops %.1e\n", LANES, worst);

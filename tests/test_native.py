@@ -335,25 +335,26 @@ def test_a_library_with_another_layout_is_refused(monkeypatch):
 @pytest.mark.parametrize("damage", ["dtype", "half", "meta", "shorter", "empty", "dimensions", "sparse"])
 def test_training_refuses_what_does_not_fit(damage):
     lanes = library.load().lanes
-    x, weight, bias = torch.randn(2, 6, 5, 5, lanes), torch.randn(4, 6, 3, 3), torch.zeros(4)
+    x, weight, bias = torch.randn(1, 2, 6, 5, 5, lanes), torch.randn(4, 6, 3, 3), torch.zeros(1, 4)
     mask = torch.rand(4, 6, generator=generator(0)) < 0.5
     weight = weight * mask[..., None, None]
-    lists = training.lists_of(mask)
+    kernels = training.kernels_of(mask[None])
     for place in range(3):
         given = [x, weight, bias]
         given[place] = DAMAGES[damage](given[place])
-        if (place, damage) not in ((0, "shorter"),):  # fewer images are fewer images
+        if (place, damage) not in ((0, "shorter"), (1, "dimensions")):  # fewer images, and a weight for each member
             with pytest.raises(PluresError):
-                training.convolution(*given, lists, 1, (1, 1))
-    for place in range(4):
-        parts = list(lists)
-        for wrong in (DAMAGES[damage](parts[place]) if damage != "half" else parts[place].half(), parts[place] - 1):
-            parts[place] = wrong
-            with pytest.raises(PluresError):
-                training.convolution(x, weight, bias, training.KernelLists(*parts), 1, (1, 1))
+                training.convolution(*given, kernels, (1, 1), (1, 1))
+    for order in ("forward", "backward", "by_input"):
+        for place in ("starts", "places", "rows"):
+            right = getattr(getattr(kernels, order), place)
+            for wrong in (DAMAGES[damage](right) if damage != "half" else right.half(), right - 1, right + 24):
+                other = getattr(kernels, order)._replace(**{place: wrong})
+                with pytest.raises(PluresError):
+                    training.convolution(x, weight, bias, kernels._replace(**{order: other}), (1, 1), (1, 1))
     for stride, padding in ((0, (1, 1)), (-1, (1, 1)), (2**40, (1, 1)), (1, (-1, 1)), (1, (2**40, 1))):
         with pytest.raises(PluresError):
-            training.convolution(x, weight, bias, lists, stride, padding)
+            training.convolution(x, weight, bias, kernels, (stride, stride), padding)
     norm = torch.nn.BatchNorm2d(6)
     if damage != "shorter":
         with pytest.raises(PluresError):

@@ -20,7 +20,7 @@ from plures.lab.models import build
 from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
-from plures.native.training import blocked, convolution, lists_of, norm, unblocked
+from plures.native.training import blocked, convolution, kernels_of, norm, unblocked
 from plures.stage import Stage
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
@@ -49,7 +49,7 @@ def agrees(found: Tensor, expected: Tensor, within: float = 1e-5) -> None:
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11), st.integers(1, 11)),
     kernel=st.sampled_from([(1, 1), (3, 3), (3, 3), (3, 3), (5, 5), (2, 2), (1, 3)]),
-    stride=st.integers(1, 3),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     blocks=st.integers(1, 5),
     share=st.sampled_from([0.0, 0.2, 0.7, 1.0]),
@@ -72,11 +72,52 @@ def test_a_masked_convolution_and_its_gradients_are_torchs_own(
     gradient = torch.randn(expected.shape, generator=random)
     to_x, to_weight, *rest = torch.autograd.grad(expected, leaves, gradient)
     with with_threads(threads):
-        found = unblocked(convolution(blocked(x), weight, bias, lists_of(mask), stride, padding))
+        found = unblocked(
+            convolution(
+                blocked(x), weight, None if bias is None else bias[None], kernels_of(mask[None]), stride, padding
+            )
+        )
         gradients = torch.autograd.grad(found, leaves, gradient)
     agrees(found.detach(), expected.detach())
     for one, other in zip(gradients, [to_x, to_weight * mask[:, :, None, None], *rest], strict=True):
         agrees(one, other, within=1e-4 if one.dim() == 1 else 1e-5)  # torch rounds its sum for the bias, too
+
+
+@given(
+    members=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 80), st.integers(1, 9), st.integers(1, 9)),
+    kernel=st.sampled_from([(1, 1), (3, 3), (3, 3), (2, 2), (1, 3)]),
+    stride=st.integers(1, 2),
+    shared=st.booleans(),
+    private=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_all_members_convolve_at_once_as_each_would_alone(members, sizes, kernel, stride, shared, private, seed):
+    outputs, inputs, *sides = sizes
+    height, width = map(max, sides, kernel)
+    random = torch.Generator().manual_seed(seed)
+    owners = torch.randint(0, members, (outputs, inputs), generator=random)
+    mine = owners == torch.arange(members)[:, None, None]
+    mine = torch.ones_like(mine) if private else mine
+    stack = [members] if private else []
+    weight = torch.randn(*stack, outputs, inputs, *kernel, generator=random, requires_grad=True)
+    bias = torch.randn(members, outputs, generator=random, requires_grad=True)
+    images = (1 if shared else members) * library.load().lanes
+    x = torch.randn(images, inputs, height, width, generator=random, requires_grad=True)
+    expected = torch.cat(
+        [
+            F.conv2d(part, (weight[i] if private else weight) * mine[i][:, :, None, None], bias[i], stride, 1)
+            for i, part in enumerate([x] * members if shared else x.chunk(members))
+        ]
+    )
+    gradient = torch.randn(expected.shape, generator=random)
+    given_blocked = blocked(x, 1 if shared else members)
+    found = unblocked(convolution(given_blocked, weight, bias, kernels_of(mine, private), (stride, stride), (1, 1)))
+    agrees(found.detach(), expected.detach())
+    for one, other in zip(
+        *(torch.autograd.grad(y, (x, weight, bias), gradient) for y in (found, expected)), strict=True
+    ):
+        agrees(one, other)
 
 
 @given(
@@ -391,10 +432,10 @@ def test_images_that_do_not_fit_are_refused(shape):
 def test_tensors_of_any_strides_are_read_right():
     mask = torch.ones(4, 3, dtype=torch.bool)
     x, weight, bias = torch.randn(BATCH, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.arange(8.0)[::2]
-    found = unblocked(convolution(blocked(x), weight, bias, lists_of(mask), 1, (1, 1)))
+    found = unblocked(convolution(blocked(x), weight, bias[None], kernels_of(mask[None]), (1, 1), (1, 1)))
     agrees(found, F.conv2d(x, weight, bias, padding=1))
     with pytest.raises(plures.PluresError, match="float32"):
-        convolution(blocked(x), weight, bias.double(), lists_of(mask), 1, (1, 1))
+        convolution(blocked(x), weight, bias[None].double(), kernels_of(mask[None]), (1, 1), (1, 1))
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():
@@ -406,7 +447,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2, 3):
         with with_threads(threads):
             layer = nn.BatchNorm2d(20)
-            y = norm(convolution(x, weight, None, lists_of(mask), 1, (1, 1)), layer, relu=True)
+            y = norm(convolution(x, weight, None, kernels_of(mask[None]), (1, 1), (1, 1)), layer, relu=True)
             found.append([y.detach(), *torch.autograd.grad(y, (x, weight, layer.weight), torch.ones_like(y))])
     for others in found[1:]:
         assert all(one.equal(other) for one, other in zip(found[0], others, strict=True))

@@ -87,22 +87,22 @@ static void pack_images(const Convolution *c, const Window *w, const float *map,
 /* Which outermost rows and columns of what a tile reads lie outside the map: zeros need no multiplication. */
 enum { TOP = 1, LEFT = 2, BOTTOM = 4, RIGHT = 8 };
 
-/* Whole 3x3 kernels: an input that is loaded once serves the three taps of a row. */
-ALWAYS void whole3_images(vector sums[ROWS][COLUMNS], const float *packed, const uint16_t *places, const float *values,
-                          int count, int64_t channel_size, int64_t line, const int step, const int edges) {
-    const int last_row = step * (ROWS - 1) + 2, last_column = step * (COLUMNS - 1) + 2;
-    for (int k = 0; k < count; k++, values += 9) {
+/* Whole kernels of a size that is known here: an input that is loaded once serves the taps of a row. */
+ALWAYS void whole_images(vector sums[ROWS][COLUMNS], const float *packed, const uint16_t *places, const float *values,
+                          int count, int64_t channel_size, int64_t line, const int height, const int width, const int step, const int edges) {
+    const int last_row = step * (ROWS - 1) + height - 1, last_column = step * (COLUMNS - 1) + width - 1;
+    for (int k = 0; k < count; k++, values += height * width) {
         const float *p = packed + places[k] * channel_size;
-        UNROLL for (int ky = 0; ky < 3; ky++) {
+        UNROLL for (int ky = 0; ky < height; ky++) {
             vector weight[3];
-            UNROLL for (int kx = 0; kx < 3; kx++) weight[kx] = splat(values[ky * 3 + kx]);
+            UNROLL for (int kx = 0; kx < width; kx++) weight[kx] = splat(values[ky * width + kx]);
             UNROLL for (int to_row = 0; to_row < ROWS; to_row++) {
                 const int row = to_row * step + ky;
                 if ((edges & TOP && row == 0) || (edges & BOTTOM && row == last_row)) continue;
                 UNROLL for (int column = 0; column <= last_column; column++) {
                     if ((edges & LEFT && column == 0) || (edges & RIGHT && column == last_column)) continue;
                     const vector input = load(p + row * line + column * LANES);
-                    UNROLL for (int kx = 0; kx < 3; kx++) {
+                    UNROLL for (int kx = 0; kx < width; kx++) {
                         const int to = column - kx;
                         if (to >= 0 && to % step == 0 && to / step < COLUMNS) ADD_PRODUCT(sums[to_row][to / step], input, weight[kx]);
                     }
@@ -128,16 +128,16 @@ typedef struct {
     const float *packed;    /* where the tile begins in the window */
     float *partial;         /* sums of the groups so far */
     const int32_t *offsets; /* of taps in the window */
-    int64_t output;         /* where the tile begins in the output, in vectors */
+    int64_t output;         /* where the tile begins in the output, in floats */
     int member, below, beside, first, last;
 } Tile;
 
-enum { WHOLE3, WHOLE, SINGLE };
+enum { KNOWN, WHOLE, SINGLE }; /* known: the size of whole kernels */
 
-ALWAYS void tile_outputs(const Tile *t, const int kind, const int step, const int edges) {
+ALWAYS void tile_outputs(const Tile *t, const int kind, const int height, const int width, const int step, const int edges) {
     const Convolution *c = t->layer;
     const int taps = c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
-    const int64_t map = (int64_t)c->output_height * c->output_width, size = t->window.channel_size;
+    const int64_t size = t->window.channel_size, next = c->output_row_stride, beside = c->output_pixel_stride;
     const int64_t line = (int64_t)t->window.columns * LANES, down = t->window.step_y * line;
     const int64_t right = step ? step * LANES : (int64_t)t->window.step_x * LANES;
     const int32_t *offsets = t->offsets;
@@ -156,8 +156,8 @@ ALWAYS void tile_outputs(const Tile *t, const int kind, const int step, const in
             } else {
                 UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = load(kept + i * LANES);
             }
-            if (kind == WHOLE3)
-                whole3_images(sums, channels, places, values, count, size, line, step, edges);
+            if (kind == KNOWN)
+                whole_images(sums, channels, places, values, count, size, line, height, width, step, edges);
             else if (kind == WHOLE)
                 for (int k = 0; k < count; k++)
                     for (int tap = 0; tap < taps; tap++)
@@ -168,25 +168,25 @@ ALWAYS void tile_outputs(const Tile *t, const int kind, const int step, const in
                 UNROLL for (int i = 0; i < TILE; i++) store(kept + i * LANES, sums[i / COLUMNS][i % COLUMNS]);
                 continue;
             }
-            const int64_t at = (t->output + output * map) * LANES, next = (int64_t)c->output_width * LANES;
+            const int64_t at = t->output + output * c->output_channel_stride;
             if (c->residual) /* what lies outside the map is added in vain */
                 UNROLL for (int i = 0; i < TILE; i++)
                     if (i / COLUMNS < t->below && i % COLUMNS < t->beside)
-                        sums[i / COLUMNS][i % COLUMNS] += load(c->residual + at + i / COLUMNS * next + i % COLUMNS * LANES);
+                        sums[i / COLUMNS][i % COLUMNS] += load(c->residual + at + i / COLUMNS * next + i % COLUMNS * beside);
             if (c->relu) UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = positive(sums[i / COLUMNS][i % COLUMNS]);
             float *to = c->output + at;
             if (t->below == ROWS && t->beside == COLUMNS)
-                UNROLL for (int i = 0; i < TILE; i++) store(to + i / COLUMNS * next + i % COLUMNS * LANES, sums[i / COLUMNS][i % COLUMNS]);
+                UNROLL for (int i = 0; i < TILE; i++) store(to + i / COLUMNS * next + i % COLUMNS * beside, sums[i / COLUMNS][i % COLUMNS]);
             else
                 UNROLL for (int i = 0; i < TILE; i++)
                     if (i / COLUMNS < t->below && i % COLUMNS < t->beside)
-                        store(to + i / COLUMNS * next + i % COLUMNS * LANES, sums[i / COLUMNS][i % COLUMNS]);
+                        store(to + i / COLUMNS * next + i % COLUMNS * beside, sums[i / COLUMNS][i % COLUMNS]);
         }
     }
 }
 
 typedef void Outputs(const Tile *);
-#define WHOLE3_OF(step, edges) static void whole3_##step##_##edges(const Tile *t) { tile_outputs(t, WHOLE3, step, edges); }
+#define WHOLE3_OF(step, edges) static void whole3_##step##_##edges(const Tile *t) { tile_outputs(t, KNOWN, 3, 3, step, edges); }
 #define NAME_OF(step, edges) whole3_##step##_##edges,
 #define FOUR_EDGES(of, step) of(step, 0) of(step, 1) of(step, 2) of(step, 3)
 #define EACH_EDGE(of, step) \
@@ -196,9 +196,22 @@ EACH_EDGE(WHOLE3_OF, 1)
 FOUR_EDGES(WHOLE3_OF, 2) /* a stride of 2 over a map of even size reads nothing beyond its end */
 static Outputs *const WHOLE3_TILES[] = {EACH_EDGE(NAME_OF, 1)};
 static Outputs *const WHOLE3_TILES_STRIDE_2[] = {FOUR_EDGES(NAME_OF, 2)};
-static void whole_outputs(const Tile *t) { tile_outputs(t, WHOLE, 0, 0); }
-static void single_outputs_close(const Tile *t) { tile_outputs(t, SINGLE, 1, 0); }
-static void single_outputs(const Tile *t) { tile_outputs(t, SINGLE, 0, 0); }
+/* What a stride of 2 leaves of 3x3 kernels on the way back from outputs to inputs. */
+static void whole_1x2(const Tile *t) { tile_outputs(t, KNOWN, 1, 2, 1, 0); }
+static void whole_2x1(const Tile *t) { tile_outputs(t, KNOWN, 2, 1, 1, 0); }
+static void whole_2x2(const Tile *t) { tile_outputs(t, KNOWN, 2, 2, 1, 0); }
+static void whole_outputs(const Tile *t) { tile_outputs(t, WHOLE, 0, 0, 0, 0); }
+static void single_outputs_close(const Tile *t) { tile_outputs(t, SINGLE, 0, 0, 1, 0); }
+static void single_outputs(const Tile *t) { tile_outputs(t, SINGLE, 0, 0, 0, 0); }
+
+static Outputs *outputs_of(const Convolution *c, const Window *w, int edges) {
+    const int close = w->step_y == 1 && w->step_x == 1, height = c->kernel_height, width = c->kernel_width;
+    if (!c->whole || height * width == 1) return w->step_x == 1 ? single_outputs_close : single_outputs;
+    if (height == 3 && width == 3 && close) return WHOLE3_TILES[edges];
+    if (height == 3 && width == 3 && w->step_y == 2 && w->step_x == 2) return WHOLE3_TILES_STRIDE_2[edges & (TOP | LEFT)];
+    if (height > 2 || width > 2 || !close) return whole_outputs;
+    return height == 1 ? whole_1x2 : width == 1 ? whole_2x1 : whole_2x2;
+}
 
 static int named_places(const Convolution *c) {
     const int taps = c->kernel_height * c->kernel_width;
@@ -221,7 +234,6 @@ static void image_tiles(const Convolution *c, int member, int image, int y, int 
     const int64_t map = (int64_t)c->height * c->width * LANES;
     const float *input = c->input + member * c->input_member_stride + image * c->channels * map;
     pack_images(c, w, input, top, left, scratch);
-    const int whole3 = c->whole && c->kernel_height == 3 && c->kernel_width == 3 && w->step_y == w->step_x && w->step_x <= 2;
     t.below = least(ROWS, c->output_height - y);
     const int rows = (top < 0 ? TOP : 0) | (top + w->rows > c->height ? BOTTOM : 0);
     for (int tile = 0; tile < w->tiles; tile++) {
@@ -229,17 +241,10 @@ static void image_tiles(const Convolution *c, int member, int image, int y, int 
         if (at >= c->output_width) break;
         t.packed = scratch + (int64_t)from * LANES;
         t.beside = least(COLUMNS, c->output_width - at);
-        t.output = (((int64_t)member * c->images + image) * c->outputs * c->output_height + y) * c->output_width + at;
-        const int end = left + from + w->step_x * (COLUMNS - 1) + 3;
+        t.output = ((int64_t)member * c->images + image) * c->outputs * c->output_channel_stride + y * c->output_row_stride + at * c->output_pixel_stride;
+        const int end = left + from + w->step_x * (COLUMNS - 1) + c->kernel_width;
         const int edges = rows | (left + from < 0 ? LEFT : 0) | (end > c->width ? RIGHT : 0);
-        if (whole3)
-            (w->step_x == 1 ? WHOLE3_TILES[edges] : WHOLE3_TILES_STRIDE_2[edges & (TOP | LEFT)])(&t);
-        else if (c->whole && taps > 1)
-            whole_outputs(&t);
-        else if (w->step_x == 1)
-            single_outputs_close(&t);
-        else
-            single_outputs(&t);
+        outputs_of(c, w, edges)(&t);
     }
 }
 
@@ -325,10 +330,10 @@ static void write_pixels(const Pixels *t, int output, const float *sums) {
 ALWAYS void pixel_outputs(const Pixels *t, const int kind, const int vectors) {
     const int chains = vectors >= 8 ? 1 : vectors >= 4 ? 2 : vectors == 3 ? 3 : vectors == 2 ? 4 : 8;
     const Convolution *c = t->layer;
-    const int taps = kind == WHOLE3 ? 9 : c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
+    const int taps = kind == KNOWN ? 9 : c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
     const int64_t size = t->patch.channel_size;
     int64_t offset[9];
-    if (kind == WHOLE3) for (int tap = 0; tap < 9; tap++) offset[tap] = t->offsets[tap];
+    if (kind == KNOWN) for (int tap = 0; tap < 9; tap++) offset[tap] = t->offsets[tap];
     for (int group = 0; group < groups; group++) {
         const float *channels = t->packed + group * c->group * size;
         const int32_t *starts = c->starts + t->member * ((int64_t)groups * c->outputs + 1) + group * c->outputs;
@@ -344,7 +349,7 @@ ALWAYS void pixel_outputs(const Pixels *t, const int kind, const int vectors) {
                 UNROLL for (int i = 0; i < vectors; i++) sums[0][i] = splat(c->bias[(int64_t)t->member * c->outputs + output]);
             else
                 UNROLL for (int i = 0; i < vectors; i++) sums[0][i] = load(kept + i * LANES);
-            if (kind == WHOLE3) {
+            if (kind == KNOWN) {
                 for (int k = 0; k < count; k++, values += 9) {
                     const float *p = channels + places[k] * size;
                     UNROLL for (int tap = 0; tap < 9; tap++) tap_pixels(sums[tap % chains], p + offset[tap], values[tap], vectors);
@@ -375,7 +380,7 @@ ALWAYS void pixel_outputs(const Pixels *t, const int kind, const int vectors) {
 
 typedef void PixelOutputs(const Pixels *);
 #define OF_VECTORS(n) \
-    static void whole3_pixels_##n(const Pixels *t) { pixel_outputs(t, WHOLE3, n); } \
+    static void whole3_pixels_##n(const Pixels *t) { pixel_outputs(t, KNOWN, n); } \
     static void whole_pixels_##n(const Pixels *t) { pixel_outputs(t, WHOLE, n); } \
     static void single_pixels_##n(const Pixels *t) { pixel_outputs(t, SINGLE, n); }
 OF_VECTORS(1)
@@ -409,7 +414,7 @@ static void pixel_tile(const Convolution *c, int member, int image, int y, int x
     t.offsets = offsets;
     const float *input = c->input + member * c->input_member_stride;
     pack_pixels(c, &t.patch, input + (int64_t)image * c->channels * c->height * c->width, y, x, scratch);
-    const int kind = !c->whole || taps == 1 ? SINGLE : c->kernel_height == 3 && c->kernel_width == 3 ? WHOLE3 : WHOLE;
+    const int kind = !c->whole || taps == 1 ? SINGLE : c->kernel_height == 3 && c->kernel_width == 3 ? KNOWN : WHOLE;
     const int vectors = up(t.rows * t.patch.columns, LANES);
     int tile = 0;
     while (PIXEL_TILES[tile].vectors < vectors) tile++;

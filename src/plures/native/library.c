@@ -21,7 +21,7 @@ int plures_interface(void) { return PLURES_INTERFACE; }
 
 /* The size of a structure, by its place in the order of Python's STRUCTURES: the library is used only if both agree. */
 int64_t plures_size(int which) {
-    const int64_t sizes[] = {sizeof(Maps), sizeof(Convolution), sizeof(BlockLinear), sizeof(Blocking), sizeof(Affine), sizeof(MaskedConvolution), sizeof(Norm)};
+    const int64_t sizes[] = {sizeof(Convolution), sizeof(BlockLinear), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm)};
     return sizes[which];
 }
 
@@ -138,24 +138,11 @@ int plures_block_linear(const Kernels *kernels, const BlockLinear *layer, int th
 
 /* ---- training ---- */
 
-static void sums_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->sums_item(job->layer, item, scratch); }
+static void gradient_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->gradient_item(job->layer, item, scratch); }
 
-int plures_masked_sums(const Kernels *kernels, const MaskedConvolution *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = sums_item, .threads = threads};
-    job.items = kernels->training->sums_items(layer);
-    job.scratch = kernels->training->sums_scratch(layer);
-    const Maps *to = &layer->output;
-    prefer_large_pages(to->values, (int64_t)layer->blocks * to->channels * to->height * to->width * kernels->lanes);
-    return share(&job);
-}
-
-static void gradient_item(const Job *job, int64_t item, void *scratch) {
-    job->kernels->training->gradient_item(job->layer, job->items, item, scratch);
-}
-
-int plures_masked_gradient(const Kernels *kernels, const MaskedConvolution *layer, int threads) {
+int plures_kernel_gradient(const Kernels *kernels, const KernelGradient *layer, int threads) {
     Job job = {.kernels = kernels, .layer = layer, .item = gradient_item, .threads = threads};
-    job.items = threads < layer->output.channels ? threads : layer->output.channels; /* each copies the inputs anew */
+    job.items = kernels->training->gradient_items(layer);
     job.scratch = kernels->training->gradient_scratch(layer);
     return share(&job);
 }
@@ -166,8 +153,8 @@ static void norm_item(const Job *job, int64_t channel, void *scratch) {
 }
 
 int plures_norm(const Kernels *kernels, const Norm *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = norm_item, .threads = threads, .items = layer->channels};
-    prefer_large_pages(layer->backward ? layer->to_input : layer->output, layer->blocks * layer->channels * layer->pixels);
+    Job job = {.kernels = kernels, .layer = layer, .item = norm_item, .threads = threads, .items = layer->members * layer->channels};
+    prefer_large_pages(layer->backward ? layer->to_input : layer->output, layer->members * layer->blocks * layer->channels * layer->pixels);
     return share(&job);
 }
 

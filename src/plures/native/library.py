@@ -12,7 +12,7 @@ from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
 
-INTERFACE = 3  # PLURES_INTERFACE of owned.h
+INTERFACE = 4  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):

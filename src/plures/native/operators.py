@@ -106,10 +106,7 @@ def _convolution(
         places.data_ptr(),
         output.data_ptr(),
         0 if x.shape[0] == 1 else x.stride(0),
-        height * width,
-        1,
-        output.shape[3] * output.shape[4],
-        1,
+        *(height * width, 1, output.stride(2), output.stride(3), output.stride(4)),
         *(members, images, channels, height, width, outputs, output.shape[3], output.shape[4]),
         *(*kernel, *stride, *padding, lanes, group, whole, relu),
     )
@@ -132,7 +129,7 @@ def _linear(
         *(x.data_ptr(), None, values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr()),
         output.data_ptr(),
         0 if x.shape[0] == 1 else x.stride(0),
-        *(1, inputs, 1, outputs),
+        *(1, inputs, 1, rows, outputs),
         *(members, 1, inputs, 1, rows, outputs, 1, rows),
         *(1, 1, 1, 1, 0, 0, 1, group, True, relu),
     )

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include "training.h"
 
-#define PLURES_INTERFACE 3 /* raised with every change of the structures or functions below */
+#define PLURES_INTERFACE 4 /* raised with every change of the structures or functions below */
 
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
    side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
@@ -17,8 +17,8 @@ typedef struct {
     const uint16_t *places;
     float *output;
     int64_t input_member_stride; /* in floats; 0 where all members see the same input */
-    int64_t input_channel_stride, input_pixel_stride;   /* in floats; used where lanes is 1 */
-    int64_t output_channel_stride, output_pixel_stride; /* the same of output and residual */
+    int64_t input_channel_stride, input_pixel_stride; /* in floats; used where lanes is 1 */
+    int64_t output_channel_stride, output_row_stride, output_pixel_stride; /* of output and residual, in floats */
     int32_t members, images, channels, height, width, outputs, output_height, output_width;
     int32_t kernel_height, kernel_width, stride_y, stride_x, padding_y, padding_x;
     int32_t lanes, group, whole, relu;

@@ -16,15 +16,6 @@ MOST = 2**30
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-class Maps(ctypes.Structure):
-    """Blocked activations, as in training.h.
-
-    Maps(x.data_ptr(), channels, height, width)
-    """
-
-    _fields_ = (("values", _POINTER), ("channels", _INT), ("height", _INT), ("width", _INT))
-
-
 def _structure(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
     named = [(field, kind) for kind, names in fields for field in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": named})
@@ -34,7 +25,8 @@ def _structure(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
 Convolution = _structure(
     "Convolution",
     (_POINTER, "input residual values bias starts places output"),
-    (_LONG, "input_member_stride input_channel_stride input_pixel_stride output_channel_stride output_pixel_stride"),
+    (_LONG, "input_member_stride input_channel_stride input_pixel_stride"),
+    (_LONG, "output_channel_stride output_row_stride output_pixel_stride"),
     (_INT, "members images channels height width outputs output_height output_width kernel_height kernel_width"),
     (_INT, "stride_y stride_x padding_y padding_x lanes group whole relu"),
 )
@@ -56,28 +48,27 @@ Affine = _structure(
     (_LONG, "input_member_stride"),
     (_INT, "members images channels pixels relu"),
 )
-MaskedConvolution = _structure(
-    "MaskedConvolution",
-    (Maps, "input output"),
-    (_POINTER, "weight bias starts places"),
-    (_LONG, "output_stride input_stride"),
-    (_INT, "blocks kernel_height kernel_width stride padding_y padding_x flipped"),
+KernelGradient = _structure(
+    "KernelGradient",
+    (_POINTER, "input gradient to starts places rows"),
+    (_LONG, "input_member_stride"),
+    (_INT, "members blocks channels height width outputs output_height output_width"),
+    (_INT, "kernel_height kernel_width stride_y stride_x padding_y padding_x"),
 )
 Norm = _structure(
     "Norm",
     (_POINTER, "input residual weight bias gradient output mean variance"),
     (_POINTER, "to_residual to_input to_weight to_bias"),
-    (_LONG, "blocks channels pixels"),
+    (_LONG, "members blocks channels pixels"),
     (ctypes.c_double, "epsilon"),
     (_INT, "relu backward"),
 )
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    Maps,
     Convolution,
     BlockLinear,
     Blocking,
     Affine,
-    MaskedConvolution,
+    KernelGradient,
     Norm,
 )
 

@@ -1,257 +1,75 @@
-/* Training under masks of whole kernels: sums over the kernels that a mask keeps, their gradients, and norm layers.
+/* Training beyond the sums that prediction has, too: gradients of the kernels that members own, and norm layers.
 
    As the kernels of prediction, compiled once for each set of instructions; and here, too, an item of work writes its own
    part of the result, and every sum is taken in one order: the bits are the same for any number of threads. */
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 #include "training.h"
 #include "vectors.h"
 
-#define WINDOW_BYTES (192 * 1024)   /* of inputs that are copied for a run of tiles: stays in the second cache */
-#define GRADIENT_BYTES (512 * 1024) /* of inputs that are copied for the gradients of kernels */
+#define INPUT_BYTES (20 * 1024)     /* of one channel that is copied for its kernels: stays in the first cache */
+#define GRADIENT_BYTES (768 * 1024) /* of the gradients that all kernels of a pass read: stays in the second cache */
+#define CHANNELS_OF_ITEM 8          /* inputs whose kernels are one item of work */
 
-/* The tile of outputs whose sums stay in registers: rows, columns, blocks of images. A map of 2 x 2 has too few pixels. */
+/* The tile of outputs that is read at once. */
 #define MOST 4
-#if LANES == 16
-#define EACH_KIND(of) of(large, 4, 4, 1) of(small, 2, 2, 4)
-#define GRADIENT_COLUMNS 4
-#else
-#define EACH_KIND(of) of(large, 2, 4, 1) of(small, 2, 2, 2)
-#define GRADIENT_COLUMNS 2
-#endif
-#define GRADIENT_ROWS 2
+#define ROWS 2
+#define COLUMNS (LANES == 16 ? 4 : 2)
+#define FEW 4 /* outputs of a kernel of one tap that are taken together: an input is loaded once for them */
 
 /* The outermost row or column that a tile reads lies outside the map: zeros need no multiplication. */
 enum { TOP = 1, LEFT = 2, BOTTOM = 4, RIGHT = 8, ALL_EDGES = 15 };
 
-/* ---- what is read is copied to one place, zeros around the map ---- */
-
-typedef struct {
-    int top, left, rows, columns;  /* in the map */
-    int64_t pixel, block, channel; /* floats from one to the next in the copy */
-} Window;
-
-/* Some channels of some blocks of images. */
-static void copy_window(const Window *w, const Maps *maps, int channel, int channels, int first, int blocks, int all, float *to) {
-    const int64_t map = (int64_t)maps->height * maps->width * LANES;
-    const int real = least(blocks, all - first);
-    const int begin = least(w->columns, w->left < 0 ? -w->left : 0), end = least(w->columns, maps->width - w->left);
-    for (int i = 0; i < channels; i++, to += w->channel) {
-        float *p = to;
-        const float *from = maps->values + ((int64_t)first * maps->channels + channel + i) * map;
-        for (int row = 0; row < w->rows; row++) {
-            const int y = w->top + row, inside = y >= 0 && y < maps->height;
-            for (int column = 0; column < w->columns; column++, p += w->pixel) {
-                const int some = inside && column >= begin && column < end ? real : 0;
-                const float *pixel = from + (some ? ((int64_t)y * maps->width + w->left + column) * LANES : 0);
-                int block = 0;
-                for (; block < some; block++) store(p + block * w->block, load(pixel + block * maps->channels * map));
-                for (; block < blocks; block++) store(p + block * w->block, splat(0));
-            }
-        }
-    }
-}
-
-/* ---- sums ---- */
-
-typedef struct {
-    const MaskedConvolution *layer;
-    const float *window;          /* where the tile begins in it; it may lie before the copy, if the edges are skipped */
-    int64_t channel, line;        /* of the window, in floats */
-    float *to;                    /* where the tile begins in the output, for its first channel */
-    int below, beside, blocks;    /* how much of the tile is inside the map, and how many of its blocks have images */
-} Tile;
-
-/* Whole 3x3 kernels: an input that is loaded once serves the three taps of a row. */
-ALWAYS void three_by_three(vector sums[MOST][MOST][MOST], const float *p, const float *kernel, int64_t line, const int rows,
-                           const int columns, const int blocks, const int step, const int edges, const int flipped) {
-    const int last_row = step * (rows - 1) + 2, last_column = step * (columns - 1) + 2;
-    UNROLL for (int ky = 0; ky < 3; ky++) {
-        vector weight[3];
-        UNROLL for (int kx = 0; kx < 3; kx++) weight[kx] = splat(kernel[flipped ? 8 - ky * 3 - kx : ky * 3 + kx]);
-        UNROLL for (int to_row = 0; to_row < rows; to_row++) {
-            const int row = to_row * step + ky;
-            if ((edges & TOP && row == 0) || (edges & BOTTOM && row == last_row)) continue;
-            UNROLL for (int column = 0; column <= last_column; column++) {
-                if ((edges & LEFT && column == 0) || (edges & RIGHT && column == last_column)) continue;
-                UNROLL for (int block = 0; block < blocks; block++) {
-                    const vector input = load(p + row * line + (column * blocks + block) * LANES);
-                    UNROLL for (int kx = 0; kx < 3; kx++) {
-                        const int to = column - kx;
-                        if (to >= 0 && to % step == 0 && to / step < columns) ADD_PRODUCT(sums[to_row][to / step][block], input, weight[kx]);
-                    }
-                }
-            }
-        }
-    }
-}
-
-#define EACH_SUM(i, j, b, rows, columns, blocks) \
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < columns; j++) UNROLL for (int b = 0; b < blocks; b++)
-
-/* All outputs of a tile. `step` is the stride of 3x3 kernels, and 0 for all others. */
-ALWAYS void tile(const Tile *t, const int rows, const int columns, const int blocks, const int step, const int edges, const int flipped) {
-    const MaskedConvolution *c = t->layer;
-    const int taps = c->kernel_height * c->kernel_width, channels = c->output.channels;
-    const int64_t map = (int64_t)c->output.height * c->output.width * LANES, row = (int64_t)c->output.width * LANES;
-    float *to = t->to;
-    for (int output = 0; output < channels; output++, to += map) {
-        vector sums[MOST][MOST][MOST];
-        const vector start = splat(c->bias ? c->bias[output] : 0);
-        EACH_SUM(i, j, b, rows, columns, blocks) sums[i][j][b] = start;
-        for (int k = c->starts[output]; k < c->starts[output + 1]; k++) {
-            const float *p = t->window + c->places[k] * t->channel;
-            const float *kernel = c->weight + output * c->output_stride + c->places[k] * c->input_stride;
-            if (step)
-                three_by_three(sums, p, kernel, t->line, rows, columns, blocks, step, edges, flipped);
-            else
-                for (int tap = 0; tap < taps; tap++) {
-                    const vector weight = splat(kernel[c->flipped ? taps - 1 - tap : tap]);
-                    const float *q = p + tap / c->kernel_width * t->line + (int64_t)(tap % c->kernel_width) * blocks * LANES;
-                    EACH_SUM(i, j, b, rows, columns, blocks)
-                        sums[i][j][b] += weight * load(q + i * c->stride * t->line + (j * c->stride * blocks + b) * LANES);
-                }
-        }
-        EACH_SUM(i, j, b, rows, columns, blocks)
-            if (i < t->below && j < t->beside && b < t->blocks) store(to + i * row + j * LANES + b * channels * map, sums[i][j][b]);
-    }
-}
-
-typedef void TileFunction(const Tile *);
-#define TILE_OF(name, r, c, b, step, edges, flipped) \
-    static void name##_##step##_##edges##_##flipped(const Tile *t) { tile(t, r, c, b, step, edges, flipped); }
-#define NAME_OF(name, r, c, b, step, edges, flipped) [edges + 16 * flipped] = name##_##step##_##edges##_##flipped,
-#define EACH_EDGE_OF_LARGE(of, flipped, ...) \
-    of(__VA_ARGS__, 1, 0, flipped) of(__VA_ARGS__, 1, 1, flipped) of(__VA_ARGS__, 1, 2, flipped) of(__VA_ARGS__, 1, 3, flipped) \
-    of(__VA_ARGS__, 1, 4, flipped) of(__VA_ARGS__, 1, 5, flipped) of(__VA_ARGS__, 1, 6, flipped) of(__VA_ARGS__, 1, 7, flipped) \
-    of(__VA_ARGS__, 1, 8, flipped) of(__VA_ARGS__, 1, 9, flipped) of(__VA_ARGS__, 1, 10, flipped) of(__VA_ARGS__, 1, 11, flipped) \
-    of(__VA_ARGS__, 1, 12, flipped) of(__VA_ARGS__, 1, 13, flipped) of(__VA_ARGS__, 1, 14, flipped) of(__VA_ARGS__, 1, 15, flipped)
-#define EACH_EDGE_OF_SMALL(of, flipped, ...) of(__VA_ARGS__, 1, 0, flipped) of(__VA_ARGS__, 1, 15, flipped) /* its map is one tile */
-#define EACH_EDGE_large(of, ...) EACH_EDGE_OF_LARGE(of, 0, __VA_ARGS__) EACH_EDGE_OF_LARGE(of, 1, __VA_ARGS__)
-#define EACH_EDGE_small(of, ...) EACH_EDGE_OF_SMALL(of, 0, __VA_ARGS__) EACH_EDGE_OF_SMALL(of, 1, __VA_ARGS__)
-
-typedef struct {
-    int rows, columns, blocks;
-    TileFunction *by_edges[32]; /* of 3x3 kernels with stride 1, not flipped and flipped; those that are missing skip nothing */
-    TileFunction *stride_2, *other;
-} Kind;
-#define KIND(name, r, c, b) \
-    EACH_EDGE_##name(TILE_OF, name, r, c, b) \
-    TILE_OF(name, r, c, b, 2, 0, 0) TILE_OF(name, r, c, b, 0, 0, 0) \
-    static const Kind name = {r, c, b, {EACH_EDGE_##name(NAME_OF, name, r, c, b)}, name##_2_0_0, name##_0_0_0};
-EACH_KIND(KIND)
-
-typedef struct {
-    const Kind *kind;
-    int step;   /* of 3x3 kernels: 1 or 2; 0: all other layers */
-    int direct; /* tiles fill the map, and skip what is around it: what they read need not be copied */
-    int snug;   /* one tile is the map, of several blocks of images: nothing around it is copied */
-    int tiles;  /* in a run, side by side */
-    int64_t groups, bands, runs;
-    Window window; /* of a run: its size */
-} Cut;
-
-static Cut cut_of(const MaskedConvolution *c) {
-    Cut cut = {0};
-    cut.kind = c->output.height <= small.rows && c->output.width <= small.columns ? &small : &large;
-    const int three = c->kernel_height == 3 && c->kernel_width == 3;
-    cut.step = three && (c->stride == 1 || (c->stride == 2 && !c->flipped)) ? c->stride : 0;
-    const int same = cut.step == 1 && c->padding_y == 1 && c->padding_x == 1 && c->input.height == c->output.height && c->input.width == c->output.width;
-    cut.direct = same && cut.kind == &large && c->input.height % large.rows == 0 && c->input.width % large.columns == 0;
-    cut.snug = same && cut.kind == &small && c->input.height == small.rows && c->input.width == small.columns;
-    cut.window.rows = cut.snug ? c->input.height : c->stride * (cut.kind->rows - 1) + c->kernel_height;
-    cut.window.pixel = cut.kind->blocks * LANES;
-    cut.window.block = LANES;
-    const int most = up(c->output.width, cut.kind->columns);
-    for (cut.tiles = most;; cut.tiles--) {
-        cut.window.columns = cut.snug ? c->input.width : c->stride * (cut.tiles * cut.kind->columns - 1) + c->kernel_width;
-        cut.window.channel = cut.window.rows * cut.window.columns * cut.window.pixel;
-        if (cut.tiles == 1 || cut.window.channel * c->input.channels * (int64_t)sizeof(float) <= WINDOW_BYTES) break;
-    }
-    cut.groups = up(c->blocks, cut.kind->blocks);
-    cut.bands = up(c->output.height, cut.kind->rows);
-    cut.runs = up(most, cut.tiles);
-    return cut;
-}
-
-static int64_t sums_items(const MaskedConvolution *c) {
-    const Cut cut = cut_of(c);
-    return cut.groups * cut.bands * cut.runs;
-}
-
-static int64_t sums_scratch(const MaskedConvolution *c) {
-    const Cut cut = cut_of(c);
-    return cut.direct ? 0 : cut.window.channel * c->input.channels * (int64_t)sizeof(float);
-}
-
-static TileFunction *function_of(const Cut *cut, int edges, int flipped) {
-    if (cut->step != 1) return cut->step == 2 ? cut->kind->stride_2 : cut->kind->other;
-    TileFunction *found = cut->kind->by_edges[edges + 16 * flipped];
-    return found ? found : cut->kind->by_edges[16 * flipped];
-}
-
-/* A run of tiles, for all outputs. */
-static void sums_item(const MaskedConvolution *c, int64_t item, float *scratch) {
-    const Cut cut = cut_of(c);
-    const int run = item % cut.runs, band = item / cut.runs % cut.bands, first = item / cut.runs / cut.bands * cut.kind->blocks;
-    const int y = band * cut.kind->rows;
-    int x = run * cut.tiles * cut.kind->columns;
-    Window w = cut.window;
-    w.top = cut.snug ? 0 : y * c->stride - c->padding_y;
-    w.left = cut.snug ? 0 : x * c->stride - c->padding_x;
-    Tile t = {.layer = c, .line = w.columns * w.pixel, .channel = w.channel};
-    const float *source; /* where the first tile begins; before the map or the copy, if that is skipped */
-    if (cut.direct) {
-        t.line = (int64_t)c->input.width * LANES;
-        t.channel = t.line * c->input.height;
-        source = c->input.values + first * c->input.channels * t.channel + ((int64_t)w.top * c->input.width + w.left) * LANES;
-    } else {
-        copy_window(&w, &c->input, 0, c->input.channels, first, cut.kind->blocks, c->blocks, scratch);
-        source = cut.snug ? scratch - t.line - w.pixel : scratch;
-    }
-    t.below = least(cut.kind->rows, c->output.height - y);
-    t.blocks = least(cut.kind->blocks, c->blocks - first);
-    const int64_t map = (int64_t)c->output.height * c->output.width * LANES;
-    t.to = c->output.values + first * c->output.channels * map + ((int64_t)y * c->output.width + x) * LANES;
-    const int rows = cut.snug ? TOP | BOTTOM : (w.top < 0 ? TOP : 0) | (w.top + w.rows > c->input.height ? BOTTOM : 0);
-    for (int i = 0; i < cut.tiles && x < c->output.width; i++, x += cut.kind->columns, t.to += cut.kind->columns * LANES) {
-        const int from = i * cut.kind->columns * c->stride, end = w.left + from + c->stride * (cut.kind->columns - 1) + c->kernel_width;
-        const int edges = cut.snug ? ALL_EDGES : rows | (w.left + from < 0 ? LEFT : 0) | (end > c->input.width ? RIGHT : 0);
-        t.window = source + from * w.pixel;
-        t.beside = least(cut.kind->columns, c->output.width - x);
-        function_of(&cut, edges, c->flipped)(&t);
-    }
-}
-
 /* ---- gradients of kernels ---- */
 
-/* Inputs of all channels, for some blocks of images and a band of rows, are copied once for all kernels. */
+/* Some blocks of images and a band of rows at a time: one input channel of them is copied, zeros around it, and stays in
+   the first cache; the gradients of the outputs stream past it. */
 typedef struct {
-    int columns, blocks, band; /* columns of a tile; blocks of images and rows of outputs in the copies */
-    int64_t groups, bands;
-    Window inputs, outputs;
+    int columns;               /* of a tile */
+    int band, blocks;          /* rows of outputs and blocks of images in a pass */
+    int64_t bands, groups;     /* how many there are */
+    int rows, width, wide;     /* of the copied inputs; and columns of the gradients, whole tiles */
+    int64_t block;             /* floats of one block in the copy */
+    int64_t out_block;         /* the same of the gradients, if they must be copied */
+    int ragged;                /* tiles reach beyond the gradients, which are then copied, too */
 } Passes;
 
-static Passes passes_of(const MaskedConvolution *c) {
-    Passes p = {0};
-    p.columns = c->output.width <= 2 ? 2 : GRADIENT_COLUMNS;
-    p.outputs.columns = up(c->output.width, p.columns) * p.columns;
-    p.inputs.left = -c->padding_x;
-    p.inputs.columns = c->stride * (p.outputs.columns - 1) + c->kernel_width;
-    p.inputs.pixel = p.outputs.pixel = LANES;
-    for (p.band = up(c->output.height, GRADIENT_ROWS) * GRADIENT_ROWS;; p.band = up(p.band, 2 * GRADIENT_ROWS) * GRADIENT_ROWS) {
-        p.inputs.rows = c->stride * (p.band - 1) + c->kernel_height;
-        p.inputs.channel = (int64_t)p.inputs.rows * p.inputs.columns * LANES;
-        p.inputs.block = p.inputs.channel * c->input.channels;
-        if (p.band == GRADIENT_ROWS || p.inputs.block * (int64_t)sizeof(float) <= GRADIENT_BYTES) break;
+static Passes passes_of(const KernelGradient *c) {
+    Passes p = {.columns = c->output_width <= 2 ? 2 : COLUMNS};
+    p.wide = up(c->output_width, p.columns) * p.columns;
+    p.width = c->stride_x * (p.wide - 1) + c->kernel_width;
+    const int64_t line = (int64_t)c->outputs * p.wide * LANES * (int64_t)sizeof(float);
+    for (p.band = up(c->output_height, ROWS) * ROWS;; p.band = up(p.band, 2 * ROWS) * ROWS) {
+        p.rows = c->stride_y * (p.band - 1) + c->kernel_height;
+        p.block = (int64_t)p.rows * p.width * LANES;
+        if (p.band == ROWS || (p.block * (int64_t)sizeof(float) <= INPUT_BYTES && line * p.band <= GRADIENT_BYTES)) break;
     }
-    p.outputs.rows = p.band;
-    p.outputs.block = (int64_t)p.band * p.outputs.columns * LANES;
-    const int64_t fit = GRADIENT_BYTES / (p.inputs.block * (int64_t)sizeof(float));
+    const int64_t fit = least(INPUT_BYTES / (p.block * (int64_t)sizeof(float)), GRADIENT_BYTES / (line * p.band));
     p.blocks = least(c->blocks, fit > 1 ? fit : 1);
+    p.bands = up(c->output_height, p.band);
     p.groups = up(c->blocks, p.blocks);
-    p.bands = up(c->output.height, p.band);
+    p.ragged = p.wide != c->output_width || c->output_height % ROWS;
+    p.out_block = (int64_t)p.band * p.wide * LANES;
     return p;
+}
+
+/* One channel of some blocks of images, from a row and a column that may lie outside the map; zeros there. */
+static void copy_map(const float *map, int64_t next, int height, int width, int top, int left, int blocks, int rows, int columns, float *to) {
+    const int begin = left < 0 ? least(columns, -left) : 0, end = least(columns, width - left);
+    for (int block = 0; block < blocks; block++, map += next)
+        for (int row = 0; row < rows; row++, to += (int64_t)columns * LANES) {
+            const int y = top + row;
+            if (y < 0 || y >= height || end <= begin) {
+                memset(to, 0, sizeof(float) * LANES * columns);
+                continue;
+            }
+            const float *from = map + ((int64_t)y * width + left) * LANES;
+            int column = 0;
+            for (; column < begin; column++) store(to + column * LANES, splat(0));
+            for (; column < end; column++) store(to + column * LANES, load(from + column * LANES));
+            for (; column < columns; column++) store(to + column * LANES, splat(0));
+        }
 }
 
 /* Replace vectors by the sums of their lanes, side by side; `count` may be rounded up. */
@@ -296,9 +114,9 @@ static void add_lanes(float *values, int64_t count) {
 /* All nine taps of a kernel on one tile of the outputs. */
 ALWAYS void tile_gradient(vector sums[9], const float *in, const float *out, int64_t in_line, int64_t out_line, const int columns,
                           const int step, const int edges) {
-    const int last_row = step * (GRADIENT_ROWS - 1) + 2, last_column = step * (columns - 1) + 2;
-    vector gradient[GRADIENT_ROWS][MOST];
-    UNROLL for (int i = 0; i < GRADIENT_ROWS; i++)
+    const int last_row = step * (ROWS - 1) + 2, last_column = step * (columns - 1) + 2;
+    vector gradient[ROWS][MOST];
+    UNROLL for (int i = 0; i < ROWS; i++)
         UNROLL for (int j = 0; j < columns; j++) gradient[i][j] = load(out + i * out_line + j * LANES);
     UNROLL for (int row = 0; row <= last_row; row++, in += in_line) {
         if ((edges & TOP && row == 0) || (edges & BOTTOM && row == last_row)) continue;
@@ -306,7 +124,7 @@ ALWAYS void tile_gradient(vector sums[9], const float *in, const float *out, int
         UNROLL for (int column = 0; column <= last_column; column++) {
             if ((edges & LEFT && column == 0) || (edges & RIGHT && column == last_column)) continue;
             const vector input = load(in + column * LANES);
-            UNROLL for (int i = 0; i < GRADIENT_ROWS; i++)
+            UNROLL for (int i = 0; i < ROWS; i++)
                 UNROLL for (int j = 0; j < columns; j++) {
                     const int ky = row - i * step, kx = column - j * step;
                     if (ky >= 0 && ky < 3 && kx >= 0 && kx < 3) ADD_PRODUCT(sums[ky * 3 + kx], input, gradient[i][j]);
@@ -315,93 +133,142 @@ ALWAYS void tile_gradient(vector sums[9], const float *in, const float *out, int
     }
 }
 
-/* All nine taps of a kernel, over the copies of its input and of the gradient of its output. */
-ALWAYS void nine_taps(const Passes *p, const float *inputs, const float *outputs, float *to, const int columns, const int step, const int edges) {
-    const int64_t in_line = p->inputs.columns * LANES, out_line = p->outputs.columns * LANES;
+/* What a pass reads: the copy of an input channel, and where the gradients of the outputs begin. */
+typedef struct {
+    const float *input, *gradient;
+    int64_t in_line, in_block, out_line, out_block, out_channel; /* floats from one to the next */
+    int blocks, band, wide;
+} Read;
+
+/* All nine taps of a kernel. */
+ALWAYS void nine_taps(const Read *r, const float *out, float *to, const int columns, const int step, const int edges) {
     vector sums[9];
     UNROLL for (int tap = 0; tap < 9; tap++) sums[tap] = splat(0);
-    for (int block = 0; block < p->blocks; block++, inputs += p->inputs.block, outputs += p->outputs.block)
-        for (int y = 0; y < p->band; y += GRADIENT_ROWS) {
-            const float *in = inputs + y * step * in_line, *out = outputs + y * out_line;
-            for (int x = 0; x < p->outputs.columns; x += columns, in += columns * step * LANES, out += columns * LANES)
-                tile_gradient(sums, in, out, in_line, out_line, columns, step, edges);
+    const float *in_block = r->input;
+    for (int block = 0; block < r->blocks; block++, in_block += r->in_block, out += r->out_block)
+        for (int y = 0; y < r->band; y += ROWS) {
+            const float *in = in_block + y * step * r->in_line, *from = out + y * r->out_line;
+            for (int x = 0; x < r->wide; x += columns, in += columns * step * LANES, from += columns * LANES)
+                tile_gradient(sums, in, from, r->in_line, r->out_line, columns, step, edges);
         }
     UNROLL for (int tap = 0; tap < 9; tap++) store(to + tap * LANES, sums[tap]);
 }
 
-/* One tap of a kernel of any size. Columns are even in number. */
-static void one_tap(const MaskedConvolution *c, const Passes *p, const float *inputs, const float *outputs, int tap, float *to) {
-    const int ky = tap / c->kernel_width, kx = tap % c->kernel_width;
-    vector even = splat(0), odd = splat(0);
-    for (int block = 0; block < p->blocks; block++, inputs += p->inputs.block, outputs += p->outputs.block)
-        for (int row = 0; row < p->band; row++) {
-            const float *in = inputs + ((int64_t)(row * c->stride + ky) * p->inputs.columns + kx) * LANES;
-            const float *out = outputs + (int64_t)row * p->outputs.columns * LANES;
-            for (int x = 0; x < p->outputs.columns; x += 2, in += 2 * c->stride * LANES, out += 2 * LANES) {
-                even += load(in) * load(out);
-                odd += load(in + c->stride * LANES) * load(out + LANES);
-            }
-        }
-    store(to, even + odd);
-}
-
-typedef void NineTaps(const Passes *, const float *, const float *, float *);
+typedef void NineTaps(const Read *, const float *, float *);
 #define NINE_TAPS(columns, step, edges) \
-    static void nine_taps_##columns##_##step##_##edges(const Passes *p, const float *inputs, const float *outputs, float *to) { \
-        nine_taps(p, inputs, outputs, to, columns, step, edges); \
+    static void nine_taps_##columns##_##step##_##edges(const Read *r, const float *out, float *to) { \
+        nine_taps(r, out, to, columns, step, edges); \
     }
 NINE_TAPS(2, 1, 0)
 NINE_TAPS(2, 1, 15)
 NINE_TAPS(2, 2, 0)
-#if GRADIENT_COLUMNS == 4
+#if LANES == 16
 NINE_TAPS(4, 1, 0)
 NINE_TAPS(4, 2, 0)
 #endif
 
 /* NULL: the taps are taken one by one. */
-static NineTaps *nine_taps_of(const MaskedConvolution *c, const Passes *p) {
-    if (c->kernel_height != 3 || c->kernel_width != 3 || c->stride > 2) return NULL;
-#if GRADIENT_COLUMNS == 4
-    if (p->columns == 4) return c->stride == 1 ? nine_taps_4_1_0 : nine_taps_4_2_0;
+static NineTaps *nine_taps_of(const KernelGradient *c, const Passes *p) {
+    if (c->kernel_height != 3 || c->kernel_width != 3 || c->stride_y != c->stride_x || c->stride_x > 2) return NULL;
+#if LANES == 16
+    if (p->columns == 4) return c->stride_x == 1 ? nine_taps_4_1_0 : nine_taps_4_2_0;
 #endif
-    if (c->stride == 2) return nine_taps_2_2_0;
-    const int tile_is_map = c->output.height == 2 && c->output.width == 2 && c->padding_y == 1 && c->padding_x == 1;
+    if (c->stride_x == 2) return nine_taps_2_2_0;
+    const int tile_is_map = c->output_height == 2 && c->output_width == 2 && c->padding_y == 1 && c->padding_x == 1 && c->height == 2 && c->width == 2;
     return tile_is_map ? nine_taps_2_1_15 : nine_taps_2_1_0;
 }
 
-static int64_t gradient_scratch(const MaskedConvolution *c) {
-    const Passes p = passes_of(c);
-    const int64_t vectors = up((int64_t)c->input.channels * c->kernel_height * c->kernel_width, LANES) * LANES;
-    return ((p.inputs.block + p.outputs.block) * p.blocks + vectors * LANES) * (int64_t)sizeof(float);
+/* One tap of the kernels of FEW outputs: `to` has room for them, `taps` vectors apart. */
+ALWAYS void one_tap(const KernelGradient *c, const Read *r, const float *const out[FEW], int tap, int taps, float *to, const int few) {
+    const int64_t right = (int64_t)c->stride_x * LANES, down = c->stride_y * r->in_line;
+    vector sums[FEW][2];
+    UNROLL for (int i = 0; i < few; i++) sums[i][0] = sums[i][1] = splat(0);
+    for (int block = 0; block < r->blocks; block++)
+        for (int row = 0; row < r->band; row++) {
+            const float *in = r->input + block * r->in_block + row * down + tap / c->kernel_width * r->in_line + (int64_t)(tap % c->kernel_width) * LANES;
+            const int64_t at = block * r->out_block + row * r->out_line;
+            for (int x = 0; x < r->wide; x += 2, in += 2 * right) {
+                const vector even = load(in), odd = load(in + right);
+                UNROLL for (int i = 0; i < few; i++) {
+                    ADD_PRODUCT_FROM(sums[i][0], even, out[i] + at + x * LANES);
+                    ADD_PRODUCT_FROM(sums[i][1], odd, out[i] + at + x * LANES + LANES);
+                }
+            }
+        }
+    UNROLL for (int i = 0; i < few; i++) store(to + (int64_t)i * taps * LANES, sums[i][0] + sums[i][1]);
 }
 
-/* The kernels of some outputs. */
-static void gradient_item(const MaskedConvolution *c, int64_t items, int64_t item, float *scratch) {
-    Passes p = passes_of(c);
-    const int each = up(c->output.channels, items), taps = c->kernel_height * c->kernel_width;
-    float *outputs = scratch + p.inputs.block * p.blocks, *vectors = outputs + p.outputs.block * p.blocks;
+static void each_tap(const KernelGradient *c, const Read *r, const int32_t *places, int count, float *to) {
+    const int taps = c->kernel_height * c->kernel_width;
+    int k = 0;
+    for (; k + FEW <= count; k += FEW) {
+        const float *out[FEW];
+        for (int i = 0; i < FEW; i++) out[i] = r->gradient + places[k + i] * r->out_channel;
+        for (int tap = 0; tap < taps; tap++) one_tap(c, r, out, tap, taps, to + ((int64_t)k * taps + tap) * LANES, FEW);
+    }
+    for (; k < count; k++) {
+        const float *out[FEW] = {r->gradient + places[k] * r->out_channel};
+        for (int tap = 0; tap < taps; tap++) one_tap(c, r, out, tap, taps, to + ((int64_t)k * taps + tap) * LANES, 1);
+    }
+}
+
+static int64_t gradient_items(const KernelGradient *c) { return (int64_t)c->members * up(c->channels, CHANNELS_OF_ITEM); }
+
+static int64_t gradient_scratch(const KernelGradient *c) {
+    const Passes p = passes_of(c);
+    const int64_t vectors = up((int64_t)c->outputs * c->kernel_height * c->kernel_width, LANES) * LANES * LANES;
+    return (p.block * p.blocks + (p.ragged ? p.out_block * p.blocks * c->outputs : 0) + vectors) * (int64_t)sizeof(float);
+}
+
+/* The kernels of some input channels of a member. */
+static void gradient_item(const KernelGradient *c, int64_t item, float *scratch) {
+    const Passes p = passes_of(c);
+    const int64_t items = up(c->channels, CHANNELS_OF_ITEM), map = (int64_t)c->height * c->width * LANES;
+    const int64_t out_map = (int64_t)c->output_height * c->output_width * LANES;
+    const int member = item / items, first = item % items * CHANNELS_OF_ITEM, last = least(first + CHANNELS_OF_ITEM, c->channels);
+    const int taps = c->kernel_height * c->kernel_width;
+    const float *input = c->input + member * c->input_member_stride;
+    const float *gradient = c->gradient + (int64_t)member * c->blocks * c->outputs * out_map;
+    const int32_t *starts = c->starts + (int64_t)member * (c->channels + 1);
+    float *copied = scratch + p.block * p.blocks, *vectors = copied + (p.ragged ? p.out_block * p.blocks * c->outputs : 0);
     NineTaps *nine = nine_taps_of(c, &p);
     for (int64_t pass = 0; pass < p.groups * p.bands; pass++) {
         const int block = pass / p.bands * p.blocks, y = pass % p.bands * p.band;
-        p.outputs.top = y;
-        p.inputs.top = y * c->stride - c->padding_y;
-        copy_window(&p.inputs, &c->input, 0, c->input.channels, block, p.blocks, c->blocks, scratch);
-        for (int output = item * each; output < c->output.channels && output < (item + 1) * each; output++) {
-            const int start = c->starts[output], count = c->starts[output + 1] - start;
+        Read r = {.input = scratch, .in_line = (int64_t)p.width * LANES, .in_block = p.block, .wide = p.wide, .band = p.band};
+        r.blocks = least(p.blocks, c->blocks - block);
+        if (p.ragged) {
+            for (int output = 0; output < c->outputs; output++)
+                copy_map(gradient + ((int64_t)block * c->outputs + output) * out_map, c->outputs * out_map, c->output_height, c->output_width,
+                         y, 0, r.blocks, p.band, p.wide, copied + output * p.out_block * p.blocks);
+            r.gradient = copied;
+            r.out_line = (int64_t)p.wide * LANES;
+            r.out_block = p.out_block;
+            r.out_channel = p.out_block * p.blocks;
+        } else {
+            r.band = least(p.band, c->output_height - y);
+            r.out_line = (int64_t)c->output_width * LANES;
+            r.out_block = c->outputs * out_map;
+            r.out_channel = out_map;
+            r.gradient = gradient + block * r.out_block + y * r.out_line;
+        }
+        for (int channel = first; channel < last; channel++) {
+            const int start = starts[channel], count = starts[channel + 1] - start;
             if (!count) continue;
-            copy_window(&p.outputs, &c->output, output, 1, block, p.blocks, c->blocks, outputs);
-            for (int k = 0; k < count; k++) {
-                const float *inputs = scratch + c->places[start + k] * p.inputs.channel;
-                float *to = vectors + (int64_t)k * taps * LANES;
-                if (nine)
-                    nine(&p, inputs, outputs, to);
-                else
-                    for (int tap = 0; tap < taps; tap++) one_tap(c, &p, inputs, outputs, tap, to + tap * LANES);
-            }
+            copy_map(input + ((int64_t)block * c->channels + channel) * map, c->channels * map, c->height, c->width,
+                     y * c->stride_y - c->padding_y, -c->padding_x, r.blocks, p.rows, p.width, scratch);
+            if (nine)
+                for (int k = 0; k < count; k++) {
+                    const float *next = r.gradient + c->places[start + (k + 1 < count ? k + 1 : k)] * r.out_channel;
+                    for (int b = 0; b < r.blocks; b++) /* outputs lie so far apart that the CPU does not expect them */
+                        UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(next + b * r.out_block + line * LANES);
+                    nine(&r, r.gradient + c->places[start + k] * r.out_channel, vectors + (int64_t)k * 9 * LANES);
+                }
+            else
+                each_tap(c, &r, c->places + start, count, vectors);
             add_lanes(vectors, (int64_t)count * taps);
             for (int k = 0; k < count; k++) {
                 const float *sums = vectors + (int64_t)k * taps;
-                float *to = c->weight + output * c->output_stride + c->places[start + k] * c->input_stride;
+                float *to = c->to + (int64_t)c->rows[start + k] * taps;
                 for (int tap = 0; tap < taps; tap++) to[tap] = pass ? to[tap] + sums[tap] : sums[tap];
             }
         }
@@ -473,12 +340,31 @@ static void norm_backward(const Norm *n, int64_t channel) {
     EACH_VECTOR(n, channel, store(n->to_input + at, (load(passed + at) - level - (load(n->input + at) - mean) * slope) * factor), )
 }
 
-static void norm_item(const Norm *n, int64_t channel) { (n->backward ? norm_backward : norm_forward)(n, channel); }
+/* One channel of one member. */
+static void norm_item(const Norm *n, int64_t item) {
+    const int64_t member = item / n->channels, maps = member * n->blocks * n->channels * n->pixels, row = member * n->channels;
+    Norm own = *n;
+    own.input += maps;
+    own.output = n->output ? n->output + maps : NULL;
+    own.residual = n->residual ? n->residual + maps : NULL;
+    own.weight += row;
+    own.mean += row;
+    own.variance += row;
+    if (n->backward) {
+        own.gradient += maps;
+        own.to_residual = n->to_residual ? n->to_residual + maps : NULL;
+        own.to_input += maps;
+        own.to_weight += row;
+        own.to_bias += row;
+        norm_backward(&own, item % n->channels);
+    } else {
+        own.bias += row;
+        norm_forward(&own, item % n->channels);
+    }
+}
 
 const TrainingKernels TRAINING = {
-    .sums_items = sums_items,
-    .sums_scratch = sums_scratch,
-    .sums_item = sums_item,
+    .gradient_items = gradient_items,
     .gradient_scratch = gradient_scratch,
     .gradient_item = gradient_item,
     .norm_item = norm_item,

@@ -1,46 +1,37 @@
-/* What training needs of one layer: the plain C interface of the library, as owned.h is for prediction. */
+/* What training needs beyond prediction: gradients of kernels, and norm layers. The plain C interface of the library, as owned.h. */
 #ifndef PLURES_TRAINING_H
 #define PLURES_TRAINING_H
 #include <stdint.h>
 
-/* Activations or their gradients, [block of images][channel][row][column][lanes]: `lanes` images lie side by side. */
+/* The gradient of the kernels that the members own. Activations are [member][block of images][channel][row][column][lanes], as in
+   owned.h. The outputs of the kernels of one input channel of a member are places[starts[input]] to places[starts[input + 1] - 1], with
+   starts as [member][input + 1]; the gradient of each kernel, its taps one after the other, is written to to[rows[k] * taps]. */
 typedef struct {
-    float *values;
-    int32_t channels, height, width;
-} Maps;
+    const float *input, *gradient; /* gradient: of the outputs */
+    float *to;
+    const int32_t *starts, *places, *rows;
+    int64_t input_member_stride; /* in floats; 0 if all members see the same input */
+    int32_t members, blocks, channels, height, width, outputs, output_height, output_width;
+    int32_t kernel_height, kernel_width, stride_y, stride_x, padding_y, padding_x;
+} KernelGradient;
 
-/* A convolution that has some of its kernels. The inputs of those of an output are places[starts[output]] to
-   places[starts[output + 1] - 1]. A kernel lies at weight + output * output_stride + input * input_stride, its taps one after
-   the other; `flipped`, it is read from its end, as the gradient of the inputs needs it. The gradient of the kernels is
-   written to `weight`; it is made of the inputs and of the gradient of the outputs, which stands in `output`. */
-typedef struct {
-    Maps input, output;
-    float *weight;
-    const float *bias; /* may be NULL */
-    const int32_t *starts, *places;
-    int64_t output_stride, input_stride; /* in floats */
-    int32_t blocks, kernel_height, kernel_width, stride, padding_y, padding_x, flipped;
-} MaskedConvolution;
-
-/* A batch norm, and the addition of a shortcut and the ReLU that may follow it. Forward, it writes output, mean and
-   variance. Backward, it reads them and the gradient of the output, and writes all that is named `to_`; `to_residual`, what the
-   ReLU lets through, is needed where there is a ReLU. */
+/* A batch norm of every member, and the addition of a shortcut and the ReLU that may follow it. Forward, it writes output, mean and
+   variance, both [member][channel]. Backward, it reads them and the gradient of the output, and writes all that is named `to_`;
+   `to_residual`, what the ReLU lets through, is needed if there is a ReLU. */
 typedef struct {
     const float *input, *residual, *weight, *bias, *gradient; /* residual may be NULL */
     float *output, *mean, *variance, *to_residual, *to_input, *to_weight, *to_bias;
-    int64_t blocks, channels, pixels; /* pixels: rows * columns * lanes */
+    int64_t members, blocks, channels, pixels; /* pixels: rows * columns * lanes */
     double epsilon;
     int32_t relu, backward;
 } Norm;
 
-/* Bytes of scratch are what each thread needs. The gradient of kernels is cut into as many items as are asked for. */
+/* Work is cut into items that do not depend on the number of threads. Bytes of scratch are what each thread needs. */
 typedef struct {
-    int64_t (*sums_items)(const MaskedConvolution *);
-    int64_t (*sums_scratch)(const MaskedConvolution *);
-    void (*sums_item)(const MaskedConvolution *, int64_t item, float *scratch);
-    int64_t (*gradient_scratch)(const MaskedConvolution *);
-    void (*gradient_item)(const MaskedConvolution *, int64_t items, int64_t item, float *scratch);
-    void (*norm_item)(const Norm *, int64_t channel);
+    int64_t (*gradient_items)(const KernelGradient *);
+    int64_t (*gradient_scratch)(const KernelGradient *);
+    void (*gradient_item)(const KernelGradient *, int64_t item, float *scratch);
+    void (*norm_item)(const Norm *, int64_t item);
 } TrainingKernels;
 
 #endif

@@ -1,213 +1,276 @@
-"""The native library's functions for training, as torch differentiates them.
+"""The native library's functions for training all members at once, as torch differentiates them.
 
-Activations are blocked, [blocks of images, channels, rows, columns, lanes]: as many images as there are lanes lie side
-by side and fill the CPU's vectors.
+Activations are blocked as in prediction, [members, blocks of images, channels, rows, columns, lanes]: as many images as
+there are lanes lie side by side and fill the CPU's vectors.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from plures.errors import PluresError
 from plures.native.library import load
-from plures.native.structures import MOST, Maps, MaskedConvolution, Norm, filled, floats, remember, was_checked
+from plures.native.structures import (
+    Convolution,
+    KernelGradient,
+    Norm,
+    check_lists,
+    filled,
+    floats,
+    remember,
+    was_checked,
+)
+
+MOST_PLACES = 2**15  # places of a group, in 16 bits with a sign
+GROUP = 64  # inputs whose activations are processed at a time, so that they stay in the cache
 
 
-def blocked(x: Tensor) -> Tensor:
-    """Lay images, [images, channels, rows, columns], side by side; their number is a multiple of the lanes.
+def blocked(x: Tensor, members: int = 1) -> Tensor:
+    """Lay images, [members * images, channels, rows, columns], side by side; their number is a multiple of the lanes.
 
     x = blocked(images)
     """
-    return torch.unflatten(x, 0, (-1, load().lanes)).permute(0, 2, 3, 4, 1).contiguous()
+    lanes = load().lanes
+    return torch.unflatten(x, 0, (members, -1, lanes)).permute(0, 1, 3, 4, 5, 2).contiguous()
 
 
 def unblocked(x: Tensor) -> Tensor:
-    """Lay images one after the other again.
+    """Lay images one after the other again, the members one after the other.
 
     images = unblocked(x)
     """
-    return x.permute(0, 4, 1, 2, 3).contiguous().flatten(0, 1)
+    return x.permute(0, 1, 5, 2, 3, 4).contiguous().flatten(0, 2)
 
 
-class KernelLists(NamedTuple):
-    """Which kernels a convolution has: for each output the inputs, and for each input the outputs.
-
-    lists = lists_of(mask)  # [outputs, inputs], boolean
-    """
+class Order(NamedTuple):
+    """Kernels in the order in which a pass reads them: `rows` says where each lies in the weight."""
 
     starts: Tensor
     places: Tensor
-    starts_of_inputs: Tensor
-    places_of_inputs: Tensor
+    rows: Tensor
+    group: int
 
 
-def lists_of(mask: Tensor) -> KernelLists:
-    """List the kernels that a mask, [outputs, inputs], keeps.
+class MemberKernels(NamedTuple):
+    """Which kernels of a convolution each member has, in the order in which each of the three passes reads them.
 
-    >>> lists_of(torch.tensor([[True, False], [True, True]])).places.tolist()
-    [0, 0, 1]
+    kernels = kernels_of(owners == torch.arange(5)[:, None, None])  # [members, outputs, inputs]
     """
-    return KernelLists(*_lists(mask.cpu()), *_lists(mask.cpu().t()))
+
+    forward: Order
+    backward: Order
+    by_input: Order
+    outputs: int
+    inputs: int
 
 
-def _lists(mask: Tensor) -> tuple[Tensor, Tensor]:
-    ends = mask.sum(1).cumsum(0)
-    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32), mask.nonzero()[:, 1].to(torch.int32).contiguous()
+def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
+    """List the kernels that each member has, [members, outputs, inputs] of booleans.
+
+        kernels = kernels_of(owners == torch.arange(5)[:, None, None])
+
+    The weight is [outputs, inputs, height, width], or [members, outputs, inputs, height, width] if it is `private`.
+    """
+    mine = mine.cpu()
+    members, outputs, inputs = mine.shape
+    row = torch.arange(outputs * inputs, dtype=torch.int32).view(1, outputs, inputs).expand(members, -1, -1)
+    if private:
+        row = row + torch.arange(members, dtype=torch.int32)[:, None, None] * (outputs * inputs)
+    forward = _ordered(mine, row, GROUP)
+    backward = _ordered(mine.transpose(1, 2), row.transpose(1, 2), GROUP)
+    by_input = _ordered(mine.transpose(1, 2), row.transpose(1, 2), outputs)
+    return MemberKernels(forward, backward, by_input._replace(places=by_input.places.int()), outputs, inputs)
+
+
+def _ordered(mine: Tensor, row: Tensor, group: int) -> Order:
+    """Order by member, group of the last axis, and the axis before it."""
+    group = min(group, mine.shape[2])
+    missing = -mine.shape[2] % group
+    padded = (F.pad(one, (0, missing)) for one in (mine, row))
+    there, rows = (torch.unflatten(one, 2, (-1, group)).transpose(1, 2) for one in padded)
+    counts = there.sum(3).flatten(1)
+    ends = counts.flatten().cumsum(0).view(counts.shape)
+    starts = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)
+    places = there.nonzero()[:, 3]
+    return Order(starts.int().contiguous(), places.to(torch.int16).contiguous(), rows[there].contiguous(), group)
 
 
 def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lists: KernelLists, stride: int, padding: tuple[int, int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kernels: MemberKernels,
+    stride: Sequence[int],
+    padding: Sequence[int],
 ) -> Tensor:
-    """Convolve blocked images with the kernels that there are; the weight must be zero elsewhere.
+    """Convolve blocked images, of all members or the same for all, with the kernels that each member has.
 
-        y = convolution(x, weight, None, lists_of(mask), stride=1, padding=(1, 1))
+        y = convolution(x, weight, None, kernels, stride=(1, 1), padding=(1, 1))
 
-    Only these kernels get a gradient; all others get zero.
+    `bias` is [members, outputs]. The gradient of a kernel comes from the member that has it; other kernels get zero.
     """
-    lanes = load().lanes
-    x, weight = floats("images", x, *[None] * 4, lanes), floats("weight", weight, None, x.shape[1], None, None)
-    outputs, inputs, *kernel = weight.shape
-    bias = None if bias is None else floats("bias", bias, outputs)
-    check_lists(lists, outputs, inputs)
-    sides = [side + 2 * around - size + 1 for side, around, size in zip(x.shape[2:4], padding, kernel, strict=True)]
-    numbers = (stride, *kernel, *(around + 1 for around in padding))
-    if min(*x.shape, *sides) < 1 or not all(0 < number <= 256 for number in numbers):
-        raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape[1:4])}")
-    if inputs * (3 * stride + kernel[0]) * (3 * stride + kernel[1]) * 4 * lanes >= MOST:
-        raise PluresError(f"a weight {tuple(weight.shape)} with stride {stride} needs too much memory")
-    result: Tensor = _Convolution.apply(x, weight, bias, lists, stride, padding)  # type: ignore[no-untyped-call]
+    members, outputs, inputs = len(kernels.forward.starts), kernels.outputs, kernels.inputs
+    x = floats("images", x, *[None] * 5, load().lanes)
+    size = tuple(weight.shape[-2:])
+    weight = floats("weight", weight, *([members] if weight.dim() == 5 else []), outputs, inputs, *size)
+    bias = None if bias is None else floats("bias", bias, members, outputs)
+    sides = [x.shape[3 + i] + 2 * padding[i] - size[i] + 1 for i in (0, 1)]
+    numbers = (*stride, *size, *(around + 1 for around in padding))
+    if (
+        min(*x.shape, *sides) < 1
+        or not all(0 < n <= 256 for n in numbers)
+        or len(x) not in (1, members)
+        or x.shape[2] != inputs
+    ):
+        raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
+    _check(kernels, weight.numel() // (size[0] * size[1]))
+    shape = Shape(size, tuple(stride), tuple(padding))
+    result: Tensor = _Convolution.apply(x, weight, bias, kernels, shape)  # type: ignore[no-untyped-call]
     return result
 
 
-def check_lists(lists: KernelLists, outputs: int, inputs: int) -> None:
-    """Check that lists name kernels of a weight, [outputs, inputs, ...]; remember it until they change.
-
-    check_lists(lists_of(mask), *mask.shape)
-    """
-    if was_checked(lists, outputs, inputs):
+def _check(kernels: MemberKernels, rows: int) -> None:
+    """Check that lists name kernels of a weight of so many, for as long as they do not change."""
+    held = [one for order in kernels[:3] for one in order[:3]]
+    inputs, outputs, members = kernels.inputs, kernels.outputs, len(kernels.forward.starts)
+    if was_checked(held, inputs, outputs, rows):
         return
-    for starts, places, rows, columns in ((*lists[:2], outputs, inputs), (*lists[2:], inputs, outputs)):
+    axes = ((outputs, inputs), (inputs, outputs), (inputs, outputs))
+    for order, (lists, axis), kind in zip(kernels[:3], axes, (torch.int16, torch.int16, torch.int32), strict=True):
+        starts, places, at, group = order
+        kinds = ((starts, torch.int32), (places, kind), (at, torch.int32))
         plain = all(
-            t.dtype == torch.int32 and t.is_cpu and t.is_contiguous() and t.dim() == 1 for t in (starts, places)
+            t.dtype == dtype and t.is_cpu and t.layout == torch.strided and t.is_contiguous() for t, dtype in kinds
         )
-        if not plain or len(starts) != rows + 1:
+        if not plain or not 1 <= group <= axis or group > MOST_PLACES:
+            raise PluresError(
+                "the lists of kernels must be contiguous whole numbers on the CPU: make them by kernels_of"
+            )
+        groups = -(-axis // group)
+        fits = starts.shape == (members, groups * lists + 1) and places.shape == at.shape and places.dim() == 1
+        if not fits or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < rows):
             raise PluresError(f"the lists do not fit a weight of {outputs} outputs and {inputs} inputs")
-        grows = starts[0] >= 0 and starts[-1] <= len(places) and bool((starts.diff() >= 0).all())
-        if not grows or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < columns):
-            raise PluresError(f"the lists name kernels that a weight [{outputs}, {inputs}] does not have")
-    remember(lists, outputs, inputs)
+        check_lists(starts, places.to(torch.int16), groups, group, axis - (groups - 1) * group)
+        if kind is torch.int32 and len(places) and int(places.max()) >= outputs:
+            raise PluresError(f"the lists name outputs that a layer of {outputs} does not have")
+    remember(held, inputs, outputs, rows)
+
+
+class Shape(NamedTuple):
+    """The size of a kernel, its stride and the zeros around the images: rows, columns."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lists: KernelLists,
-        stride: int,
-        padding: tuple[int, int],
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: MemberKernels, shape: Shape
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings = lists, stride, padding
-        outputs, _, *kernel = weight.shape
-        sides = [(x.shape[2 + i] + 2 * padding[i] - kernel[i]) // stride + 1 for i in (0, 1)]
-        y = x.new_empty(len(x), outputs, *sides, x.shape[4])
-        ctx.output_shape = y.shape
-        _run("plures_masked_sums", _layer(x, y, weight, lists[:2], stride, padding, bias=bias))
+        ctx.settings = kernels, shape
+        size, stride, padding = shape
+        sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
+        y = x.new_empty(len(kernels.forward.starts), x.shape[1], kernels.outputs, *sides, x.shape[5])
+        values = weight.reshape(-1, size[0] * size[1]).index_select(0, kernels.forward.rows)
+        _sums(x, values, bias, kernels.forward, y, shape)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        gradient = floats("gradient", gradients[0], *ctx.output_shape)
+        gradient = floats("gradient", gradients[0], *gradients[0].shape)
         x, weight = ctx.saved_tensors
-        lists, stride, padding = ctx.settings
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        to_x = _gradient_of_inputs(gradient, x, weight, lists, stride, padding) if needs_x else None
-        to_weight = None
-        if needs_weight:
-            to_weight = torch.zeros_like(weight)
-            _run("plures_masked_gradient", _layer(x, gradient, to_weight, lists[:2], stride, padding))
-        return to_x, to_weight, gradient.sum((0, 2, 3, 4)) if needs_bias else None, None, None, None
+        to_x = _to_input(gradient, x, weight, *ctx.settings) if needs_x else None
+        to_weight = _to_weight(gradient, x, weight, *ctx.settings) if needs_weight else None
+        return to_x, to_weight, gradient.sum((1, 3, 4, 5)) if needs_bias else None, None, None
 
 
-def _gradient_of_inputs(
-    gradient: Tensor, x: Tensor, weight: Tensor, lists: KernelLists, stride: int, padding: tuple[int, int]
-) -> Tensor:
-    """Convolve the gradient with the flipped kernels, from the outputs to the inputs."""
-    kernel = weight.shape[2:]
-    if stride > 1 and tuple(kernel) == (1, 1) and padding == (0, 0):  # only every so many pixels were read
-        to_x = torch.zeros_like(x)
-        read = to_x[:, :, ::stride, ::stride]
-        read.copy_(_gradient_of_inputs(gradient, read, weight, lists, 1, padding))
-        return to_x
-    if stride > 1:  # zeros between the pixels
-        sides = [(side - 1) * stride + 1 for side in gradient.shape[2:4]]
-        apart = gradient.new_zeros(*gradient.shape[:2], *sides, gradient.shape[4])
-        apart[:, :, ::stride, ::stride] = gradient
-        gradient = apart
-    to_x = x.new_empty(x.shape)
-    around = (kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1])
-    _run("plures_masked_sums", _layer(gradient, to_x, weight.transpose(0, 1), lists[2:], 1, around, flipped=True))
-    return to_x
-
-
-def _layer(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    lists: tuple[Tensor, Tensor],
-    stride: int,
-    padding: tuple[int, int],
-    *,
-    bias: Tensor | None = None,
-    flipped: bool = False,
-) -> Any:
-    starts, places = lists
-    return filled(
-        MaskedConvolution,
-        filled(Maps, x.data_ptr(), *x.shape[1:4]),
-        filled(Maps, y.data_ptr(), *y.shape[1:4]),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        starts.data_ptr(),
-        places.data_ptr(),
-        *weight.stride()[:2],
-        len(x),
-        *weight.shape[2:],
-        stride,
-        *padding,
-        flipped,
+def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tensor, shape: Shape) -> None:
+    """Write the sums over each member's kernels into `y`, whose rows and columns may lie apart."""
+    bias = x.new_zeros(len(order.starts), y.shape[2]) if bias is None else bias
+    layer = filled(
+        Convolution,
+        *(x.data_ptr(), None, values.data_ptr(), bias.data_ptr(), order.starts.data_ptr(), order.places.data_ptr()),
+        *(y.data_ptr(), 0 if len(x) == 1 else x.stride(0), 0, 0, y.stride(2), y.stride(3), y.stride(4)),
+        *(len(bias), *x.shape[1:5], *y.shape[2:5], *shape.size, *shape.stride, *shape.padding),
+        *(x.shape[5], order.group, True, False),
     )
+    _run("plures_convolution", layer)
+
+
+def _to_input(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape) -> Tensor:
+    """Convolve the gradient with the flipped kernels, from the outputs to the inputs.
+
+    With a stride, pixels see other taps than their neighbours do: those of each remainder are a convolution.
+    """
+    size, stride, padding = shape
+    to_x = gradient.new_empty(len(gradient), *x.shape[1:])
+    flipped = weight.reshape(-1, *size).index_select(0, kernels.backward.rows).flip(1, 2)
+    for row in range(stride[0]):
+        for column in range(stride[1]):
+            target = to_x[:, :, :, row :: stride[0], column :: stride[1]]
+            taps, around = [], []
+            for axis, first in enumerate((row, column)):
+                # Tap k of the flipped kernel reaches a pixel from the output (pixel + padding - size + 1 + k) / stride.
+                offset = first + padding[axis] - size[axis] + 1
+                taps.append([k for k in range(size[axis]) if (offset + k) % stride[axis] == 0])
+                around.append(-((offset + taps[-1][0]) // stride[axis]) if taps[-1] else 0)
+            if not target.numel():
+                continue
+            if not all(taps):
+                target.zero_()
+                continue
+            part = flipped[:, taps[0][0] :: stride[0], taps[1][0] :: stride[1]].flatten(1).contiguous()
+            sides = Shape((len(taps[0]), len(taps[1])), (1, 1), tuple(around))
+            _sums(gradient, part, None, kernels.backward, target, sides)
+    return to_x if len(x) == len(to_x) else to_x.sum(0, keepdim=True)
+
+
+def _to_weight(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape) -> Tensor:
+    to = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    order = kernels.by_input
+    layer = filled(
+        KernelGradient,
+        *(x.data_ptr(), gradient.data_ptr(), to.data_ptr()),
+        *(order.starts.data_ptr(), order.places.data_ptr(), order.rows.data_ptr()),
+        0 if len(x) == 1 else x.stride(0),
+        *(len(gradient), *x.shape[1:5], *gradient.shape[2:5], *shape.size, *shape.stride, *shape.padding),
+    )
+    _run("plures_kernel_gradient", layer)
+    return to
 
 
 def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """Normalise blocked images by the statistics of the batch, as a layer in training does, and update its own.
+    """Normalise blocked images of one member by the statistics of the batch, and update those of the layer.
 
         y = norm(x, layer, shortcut, relu=True)  # relu(layer(x) + shortcut)
 
     The layer has weights, and running statistics with a momentum.
     """
     channels = layer.num_features
-    x = floats("images", x, None, channels, None, None, load().lanes)
+    x = floats("images", x, 1, None, channels, None, None, load().lanes)
     residual = None if residual is None else floats("shortcut", residual, *x.shape)
     tables = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
     weight, bias, *_ = (floats("norm layer", cast(Tensor, table), channels) for table in tables)
     if min(x.shape) < 1:
-        raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:4])}")
+        raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:5])}")
     result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, layer.eps, relu
+        x, residual, weight[None], bias[None], layer.eps, relu
     )
-    count = x.numel() // x.shape[1]
+    count = x.numel() // channels
     with torch.no_grad():
         layer.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        layer.running_mean.lerp_(mean, layer.momentum)  # type: ignore[union-attr,arg-type]
-        layer.running_var.lerp_(variance * (count / (count - 1)), layer.momentum)  # type: ignore[union-attr,arg-type]
+        layer.running_mean.lerp_(mean[0], layer.momentum)  # type: ignore[union-attr,arg-type]
+        layer.running_var.lerp_(variance[0] * (count / (count - 1)), layer.momentum)  # type: ignore[union-attr,arg-type]
     return result  # type: ignore[no-any-return]
 
 
@@ -240,7 +303,7 @@ class _NormFunction(torch.autograd.Function):
 
 def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> Any:
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
-    return filled(Norm, *pointers, len(x), x.shape[1], x[0, 0].numel(), epsilon, relu, backward)
+    return filled(Norm, *pointers, *x.shape[:3], x[0, 0, 0].numel(), epsilon, relu, backward)
 
 
 def _run(function: str, layer: ctypes.Structure) -> None:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from plures.graph import ELEMENTWISE_LAYERS, Graph, has_hooks
 from plures.methods.orthogonal_dropout.masks import MASKS, Keep, mask_of
 from plures.native.library import load, why_unavailable
-from plures.native.training import KernelLists, blocked, convolution, lists_of, norm, unblocked
+from plures.native.training import MemberKernels, blocked, convolution, kernels_of, norm, unblocked
 
 log = logging.getLogger("plures")
 MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wide network are faster
@@ -102,7 +102,7 @@ def _mask(network: nn.Module, name: str) -> Tensor | None:
     chain = cast(nn.ModuleDict, layer.parametrizations)["weight"]
     mask = mask_of(network, f"{name}.weight")
     simple = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
-    simple = simple and layer.stride[0] == layer.stride[1] and not isinstance(layer.padding, str)
+    simple = simple and not isinstance(layer.padding, str)
     if not simple or not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1:
         return None
     return mask.mask if mask.mask.shape[2:] == (1, 1) else None
@@ -138,7 +138,9 @@ class _Prepared(fx.Interpreter):
             mask = _mask(network, cast(str, node.target))
             if mask is not None and len(node.args) == 1:
                 self.masks[node] = mask
-        self.lists: dict[fx.Node, KernelLists] = {n: lists_of(mask.flatten(1) != 0) for n, mask in self.masks.items()}
+        self.kernels: dict[fx.Node, MemberKernels] = {
+            node: kernels_of(mask.flatten(1)[None] != 0) for node, mask in self.masks.items()
+        }
         self.versions = [mask._version for mask in self.masks.values()]
         self.copies = [mask.clone() for mask in self.masks.values()]
         self.blocked: set[fx.Node] = set()  # nodes whose values are blocked
@@ -149,10 +151,10 @@ class _Prepared(fx.Interpreter):
 
     def pays(self) -> bool:
         """Return whether much is left out, and few convolutions need their inputs in another layout."""
-        converted = sum(node.args[0] not in self.blocked for node in self.lists)
-        kept = sum(lists.places.numel() for lists in self.lists.values())
+        converted = sum(node.args[0] not in self.blocked for node in self.kernels)
+        kept = sum(kernels.forward.places.numel() for kernels in self.kernels.values())
         every = sum(mask.numel() for mask in self.masks.values())
-        return 0 < converted <= 1 + len(self.lists) // 4 and kept <= MOST_KEPT * every
+        return 0 < converted <= 1 + len(self.kernels) // 4 and kept <= MOST_KEPT * every
 
     def is_up_to_date(self) -> bool:
         """Return whether the network is as it was: not all of its layers are called here."""
@@ -183,7 +185,7 @@ class _Prepared(fx.Interpreter):
         if n not in self.blocked:
             return self._run_on(n, args, kwargs, lambda value: unblocked(value.now()))
         layer = self.traced.layers.get(n)
-        if n in self.lists:
+        if n in self.kernels:
             return self._convolved(n, cast(nn.Conv2d, layer), args[0])
         if isinstance(layer, nn.BatchNorm2d):
             return self._finished(n, _Blocked(args[0].now(), layer))
@@ -206,8 +208,8 @@ class _Prepared(fx.Interpreter):
 
     def _convolved(self, node: fx.Node, layer: nn.Conv2d, given: Any) -> _Blocked:
         images = given.now() if isinstance(given, _Blocked) else blocked(given)
-        padding = cast(tuple[int, int], layer.padding)
-        return _Blocked(convolution(images, layer.weight, layer.bias, self.lists[node], layer.stride[0], padding))
+        bias, padding = None if layer.bias is None else layer.bias[None], cast(tuple[int, int], layer.padding)
+        return _Blocked(convolution(images, layer.weight, bias, self.kernels[node], layer.stride, padding))
 
     def _finished(self, node: fx.Node, value: _Blocked) -> _Blocked:
         """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
