@@ -29,13 +29,13 @@ def encoded(pixels, format="PNG"):
     return stream.getvalue()
 
 
-def random_pictures(count, *shape, seed=0):
+def random_images(count, *shape, seed=0):
     rng = np.random.default_rng(seed)
     return [encoded(rng.integers(0, 256, shape)) for _ in range(count)]
 
 
-def write_parquet(file, pictures, labels, names=("ant", "bee"), image="image", label="label", **columns):
-    cells = [{"bytes": picture, "path": None} for picture in pictures]
+def write_parquet(file, images, labels, names=("ant", "bee"), image="image", label="label", **columns):
+    cells = [{"bytes": image, "path": None} for image in images]
     table = pa.table({image: cells, label: labels, **columns})
     if names is not None:
         features = {image: {"_type": "Image"}, label: {"names": list(names), "_type": "ClassLabel"}}
@@ -44,19 +44,19 @@ def write_parquet(file, pictures, labels, names=("ant", "bee"), image="image", l
     pq.write_table(table, file, row_group_size=7)
 
 
-def write_folder(folder, pictures, labels, names=("ant", "bee"), suffix=".png"):
-    for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+def write_folder(folder, images, labels, names=("ant", "bee"), suffix=".png"):
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         file = folder / names[label] / f"{number:03}{suffix}"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(picture)
+        file.write_bytes(image)
 
 
 @pytest.fixture
 def bugs(tmp_path):
-    """A data directory with a colour set of 40 training and 10 test pictures of 8 x 8 pixels, classes 0 and 1."""
+    """A data directory with a colour set of 40 training and 10 test images of 8 x 8 pixels, classes 0 and 1."""
     home = tmp_path / "data"
-    write_parquet(home / "bugs" / "train.parquet", random_pictures(40, 8, 8, 3), [0, 1] * 20)
-    write_parquet(home / "bugs" / "test.parquet", random_pictures(10, 8, 8, 3, seed=1), [0] * 5 + [1] * 5)
+    write_parquet(home / "bugs" / "train.parquet", random_images(40, 8, 8, 3), [0, 1] * 20)
+    write_parquet(home / "bugs" / "test.parquet", random_images(10, 8, 8, 3, seed=1), [0] * 5 + [1] * 5)
     return home
 
 
@@ -87,8 +87,8 @@ def test_splits_are_memory_maps_with_labels_and_names(bugs):
     assert data.test.labels.tolist() == [0] * 5 + [1] * 5
     assert data.test.labels.dtype == np.int64
     assert list(data.info.classes) == ["ant", "bee"]
-    with Image.open(io.BytesIO(random_pictures(40, 8, 8, 3)[7])) as picture:
-        np.testing.assert_array_equal(data.train.images[7], np.asarray(picture))
+    with Image.open(io.BytesIO(random_images(40, 8, 8, 3)[7])) as image:
+        np.testing.assert_array_equal(data.train.images[7], np.asarray(image))
 
 
 def test_data_directory_may_come_from_the_environment(bugs, monkeypatch):
@@ -110,17 +110,17 @@ def test_built_in_name_is_not_a_folder_that_happens_to_be_here():
 
 
 def test_local_folder_goes_before_the_built_in_data(tmp_path):
-    write_parquet(tmp_path / "digits" / "test.parquet", random_pictures(3, 9, 9), [0, 1, 0])
+    write_parquet(tmp_path / "digits" / "test.parquet", random_images(3, 9, 9), [0, 1, 0])
     assert open_data("digits", data_dir=tmp_path).info.size == 9
 
 
 def test_sharded_parquet_in_a_subfolder_of_a_clone(tmp_path):
     home = tmp_path / "clone" / "data"
-    pictures = random_pictures(6, 4, 4)
-    write_parquet(home / "train-00000-of-00002.parquet", pictures[:3], [0, 1, 0])
-    write_parquet(home / "train-00001-of-00002.parquet", pictures[3:], [1, 1, 1])
-    write_parquet(home / "test-00000-of-00001.parquet", pictures, [1] * 6)
-    write_parquet(home / "extra-00000-of-00001.parquet", pictures, [0] * 6)
+    images = random_images(6, 4, 4)
+    write_parquet(home / "train-00000-of-00002.parquet", images[:3], [0, 1, 0])
+    write_parquet(home / "train-00001-of-00002.parquet", images[3:], [1, 1, 1])
+    write_parquet(home / "test-00000-of-00001.parquet", images, [1] * 6)
+    write_parquet(home / "extra-00000-of-00001.parquet", images, [0] * 6)
     data = open_data(str(tmp_path / "clone"), validation=0)
     assert data.train.labels.tolist() == [0, 1, 0, 1, 1, 1]
 
@@ -128,8 +128,8 @@ def test_sharded_parquet_in_a_subfolder_of_a_clone(tmp_path):
 def test_columns_of_cifar100_the_fine_label_counts(tmp_path):
     names = ("apple", "bear", "cup")
     file = tmp_path / "c" / "train.parquet"
-    pictures = random_pictures(3, 4, 4, 3)
-    write_parquet(file, pictures, [2, 0, 1], names, image="img", label="fine_label", coarse_label=[0, 0, 0])
+    images = random_images(3, 4, 4, 3)
+    write_parquet(file, images, [2, 0, 1], names, image="img", label="fine_label", coarse_label=[0, 0, 0])
     file.rename(file.with_name("test.parquet"))
     data = open_data(str(tmp_path / "c"))
     assert data.test.labels.tolist() == [2, 0, 1]
@@ -137,28 +137,28 @@ def test_columns_of_cifar100_the_fine_label_counts(tmp_path):
 
 
 def test_labels_without_names(tmp_path):
-    write_parquet(tmp_path / "words" / "test.parquet", random_pictures(3, 4, 4), ["dog", "cat", "dog"], names=None)
+    write_parquet(tmp_path / "words" / "test.parquet", random_images(3, 4, 4), ["dog", "cat", "dog"], names=None)
     words = open_data(str(tmp_path / "words"), validation=0)
     assert (list(words.info.classes), words.test.labels.tolist()) == (["cat", "dog"], [1, 0, 1])
-    write_parquet(tmp_path / "numbers" / "train.parquet", random_pictures(2, 4, 4), [2, 0], names=None)
+    write_parquet(tmp_path / "numbers" / "train.parquet", random_images(2, 4, 4), [2, 0], names=None)
     assert open_data(str(tmp_path / "numbers"), validation=0).info.classes == ("0", "1", "2")
 
 
 def test_validation_split_stands_in_for_a_missing_test_split(tmp_path):
-    write_parquet(tmp_path / "t" / "train.parquet", random_pictures(20, 4, 4), [0, 1] * 10)
-    write_parquet(tmp_path / "t" / "valid.parquet", random_pictures(6, 4, 4, seed=1), [0, 1] * 3)
+    write_parquet(tmp_path / "t" / "train.parquet", random_images(20, 4, 4), [0, 1] * 10)
+    write_parquet(tmp_path / "t" / "valid.parquet", random_images(6, 4, 4, seed=1), [0, 1] * 3)
     data = open_data(str(tmp_path / "t"), validation=4)
     assert (len(data.train), len(data.validation), len(data.test)) == (16, 4, 6)
-    write_parquet(tmp_path / "t" / "test.parquet", random_pictures(5, 4, 4, seed=2), [0] * 5)
+    write_parquet(tmp_path / "t" / "test.parquet", random_images(5, 4, 4, seed=2), [0] * 5)
     data = open_data(str(tmp_path / "t"), validation=4)  # its own validation images are kept
     assert (len(data.train), len(data.validation), len(data.test)) == (20, 6, 5)
 
 
 def test_image_folder_and_parquet_give_the_same_images(tmp_path):
-    pictures, labels = random_pictures(12, 6, 6, 3), [0] * 5 + [1] * 7
+    images, labels = random_images(12, 6, 6, 3), [0] * 5 + [1] * 7
     for split in ("train", "test"):
-        write_parquet(tmp_path / "parquet" / f"{split}.parquet", pictures, labels)
-        write_folder(tmp_path / "folder" / split, pictures, labels)
+        write_parquet(tmp_path / "parquet" / f"{split}.parquet", images, labels)
+        write_folder(tmp_path / "folder" / split, images, labels)
     (tmp_path / "folder" / "train" / "ant" / "notes.txt").write_text("not an image")
     one = open_data(str(tmp_path / "parquet"))
     two = open_data(str(tmp_path / "folder"))
@@ -170,14 +170,14 @@ def test_image_folder_and_parquet_give_the_same_images(tmp_path):
 
 @pytest.mark.parametrize("kind", ["class folders", "a folder of tables", "a table"])
 def test_without_test_images_a_fifth_is_held_out_always_the_same(tmp_path, caplog, kind):
-    pictures, labels, plain = random_pictures(40, 5, 5), [0] * 20 + [1] * 20, tmp_path / "plain"
+    images, labels, plain = random_images(40, 5, 5), [0] * 20 + [1] * 20, tmp_path / "plain"
     if kind == "class folders":
-        write_folder(plain, pictures, labels)
+        write_folder(plain, images, labels)
     elif kind == "a folder of tables":
-        write_parquet(plain / "train.parquet", pictures, labels)
+        write_parquet(plain / "train.parquet", images, labels)
     else:
         plain = tmp_path / "plain.parquet"
-        write_parquet(plain, pictures, labels)
+        write_parquet(plain, images, labels)
     data = open_data(str(plain), validation=0)
     assert (len(data.train), list(data.info.classes), np.bincount(data.test.labels).tolist()) == (
         32,
@@ -192,7 +192,7 @@ def test_without_test_images_a_fifth_is_held_out_always_the_same(tmp_path, caplo
         assert not set(other.test.rows) & {*other.train.rows, *other.validation.rows}
     unfamiliar = open_data(str(plain), like=data.info)  # nothing is trained on these
     assert (len(unfamiliar.train), len(unfamiliar.validation), len(unfamiliar.test)) == (0, 0, 40)
-    write_folder(tmp_path / "single", random_pictures(1, 5, 5), [0])
+    write_folder(tmp_path / "single", random_images(1, 5, 5), [0])
     with pytest.raises(PluresError, match="single image"):
         open_data(str(tmp_path / "single"))
 
@@ -203,7 +203,7 @@ def test_hub_data_are_loaded_once(monkeypatch):
     def load_dataset(hub_id, configuration):
         calls.append((hub_id, configuration))
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
-        rows = {"image": [{"bytes": p, "path": None} for p in random_pictures(300, 4, 4, 3)], "label": [0, 1] * 150}
+        rows = {"image": [{"bytes": p, "path": None} for p in random_images(300, 4, 4, 3)], "label": [0, 1] * 150}
         return datasets.DatasetDict({split: datasets.Dataset.from_dict(rows, features) for split in ("train", "test")})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -251,24 +251,24 @@ def test_folders_that_hold_no_data(tmp_path):
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(PluresError, match=r"broken\.parquet"):
         open_data(str(tmp_path / "broken.parquet"))
-    write_parquet(tmp_path / "other.parquet", random_pictures(2, 4, 4), [0, 1], image="photo")
+    write_parquet(tmp_path / "other.parquet", random_images(2, 4, 4), [0, 1], image="photo")
     with pytest.raises(PluresError, match="image or img"):
         open_data(str(tmp_path / "other.parquet"))
-    write_parquet(tmp_path / "secret.parquet", random_pictures(2, 4, 4), [0, -1])
+    write_parquet(tmp_path / "secret.parquet", random_images(2, 4, 4), [0, -1])
     with pytest.raises(PluresError, match="row 1 of .* label -1"):
         open_data(str(tmp_path / "secret.parquet"))
 
 
 def test_class_of_the_test_folder_that_training_does_not_know(tmp_path):
-    write_folder(tmp_path / "f" / "train", random_pictures(2, 4, 4), [0, 1])
-    write_folder(tmp_path / "f" / "test", random_pictures(2, 4, 4), [0, 1], names=("ant", "images"))
+    write_folder(tmp_path / "f" / "train", random_images(2, 4, 4), [0, 1])
+    write_folder(tmp_path / "f" / "test", random_images(2, 4, 4), [0, 1], names=("ant", "images"))
     with pytest.raises(PluresError, match="images"):
         open_data(str(tmp_path / "f"))
 
 
-@pytest.mark.parametrize("damage", [b"this is no picture", random_pictures(1, 20, 20, 3)[0][:200]])
-def test_damaged_picture_is_named(tmp_path, damage):
-    write_folder(tmp_path / "f", random_pictures(3, 20, 20, 3), [0, 1, 1])
+@pytest.mark.parametrize("damage", [b"this is no image", random_images(1, 20, 20, 3)[0][:200]])
+def test_damaged_image_is_named(tmp_path, damage):
+    write_folder(tmp_path / "f", random_images(3, 20, 20, 3), [0, 1, 1])
     (tmp_path / "f" / "bee" / "broken.png").write_bytes(damage)
     with pytest.raises(PluresError, match=r"broken\.png"):
         open_data(str(tmp_path / "f"))
@@ -340,8 +340,8 @@ def test_middle_of_the_longer_side_is_kept(tmp_path):
     assert data.test.images[0, :, 1:4].min() == 255
 
 
-def test_one_colour_picture_makes_all_rgb(tmp_path):
-    grey, colour = random_pictures(1, 6, 6), random_pictures(1, 6, 6, 3)
+def test_one_colour_image_makes_all_rgb(tmp_path):
+    grey, colour = random_images(1, 6, 6), random_images(1, 6, 6, 3)
     write_folder(tmp_path / "grey", grey * 2, [0, 1])
     assert open_data(str(tmp_path / "grey"), validation=0).info.channels == 1
     write_folder(tmp_path / "mixed" / "test", grey + colour, [0, 1])
@@ -354,11 +354,11 @@ def test_transparent_is_white_and_turned_photographs_stand_upright(tmp_path):
     clear = np.zeros((6, 6, 4))
     write_folder(tmp_path / "clear" / "test", [encoded(clear)], [0])
     assert open_data(str(tmp_path / "clear")).test.images.min() == 255
-    picture = Image.fromarray(np.vstack([np.full((8, 16, 3), 250), np.zeros((8, 16, 3))]).astype(np.uint8))
+    image = Image.fromarray(np.vstack([np.full((8, 16, 3), 250), np.zeros((8, 16, 3))]).astype(np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     stream = io.BytesIO()
-    picture.save(stream, "JPEG", exif=exif, quality=95)
+    image.save(stream, "JPEG", exif=exif, quality=95)
     write_folder(tmp_path / "turned" / "test", [stream.getvalue()], [0], suffix=".jpg")
     images = open_data(str(tmp_path / "turned")).test.images[0]
     assert images[:6].max() < 60
@@ -406,7 +406,7 @@ def test_validation_is_carved_by_class_from_train(bugs):
 def test_limit_takes_equally_many_of_each_class(tmp_path):
     labels = [0] * 30 + [1] * 10 + [2] * 3
     for split in ("train", "test"):
-        write_parquet(tmp_path / "u" / f"{split}.parquet", random_pictures(43, 4, 4), labels, names=("a", "b", "c"))
+        write_parquet(tmp_path / "u" / f"{split}.parquet", random_images(43, 4, 4), labels, names=("a", "b", "c"))
     assert np.bincount(open_data(str(tmp_path / "u"), limit=9, validation=0).train.labels).tolist() == [3, 3, 3]
     uneven = open_data(str(tmp_path / "u"), limit=17, validation=0)
     assert np.bincount(uneven.train.labels).tolist() == [7, 7, 3]
@@ -415,7 +415,7 @@ def test_limit_takes_equally_many_of_each_class(tmp_path):
 
 
 def test_data_with_a_test_split_only_are_prepared_like_other_data(bugs, tmp_path):
-    write_parquet(tmp_path / "data" / "odd" / "test.parquet", random_pictures(5, 9, 9), [0, 1, 0, 1, 0])
+    write_parquet(tmp_path / "data" / "odd" / "test.parquet", random_images(5, 9, 9), [0, 1, 0, 1, 0])
     known = open_data("bugs", data_dir=bugs)
     odd = open_data("odd", data_dir=bugs, like=known.info)
     assert (odd.info.channels, odd.info.size) == (3, 8)
@@ -449,7 +449,7 @@ def test_warm_cache_does_not_read_the_source_again(bugs, tmp_path, monkeypatch):
 
 def test_changed_source_is_decoded_again(bugs):
     first = open_data("bugs", data_dir=bugs)
-    write_parquet(bugs / "bugs" / "train.parquet", random_pictures(40, 8, 8, 3, seed=9), [0, 1] * 20)
+    write_parquet(bugs / "bugs" / "train.parquet", random_images(40, 8, 8, 3, seed=9), [0, 1] * 20)
     second = open_data("bugs", data_dir=bugs)
     assert second.fingerprint != first.fingerprint
     assert not np.array_equal(second.train.images, first.train.images)
@@ -493,7 +493,7 @@ def test_fingerprint_is_of_the_images_that_are_decoded(bugs, tmp_path):
     before = open_data("bugs", data_dir=bugs, size=4, cache_dir=tmp_path / "other")
     open_data("bugs", data_dir=bugs)
     state = file.stat()
-    write_parquet(file, random_pictures(40, 8, 8, 3), [1, 0] * 20)  # the same size, and the time is put back
+    write_parquet(file, random_images(40, 8, 8, 3), [1, 0] * 20)  # the same size, and the time is put back
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     after = open_data("bugs", data_dir=bugs, size=4)
     assert after.train.labels[0] != before.train.labels[0]
@@ -664,17 +664,17 @@ def test_augmentation_that_makes_no_sense(options):
 
 def test_read_image_prepares_a_file_as_the_data_were(bugs, tmp_path):
     file = tmp_path / "one.png"
-    file.write_bytes(random_pictures(10, 8, 8, 3, seed=1)[4])
+    file.write_bytes(random_images(10, 8, 8, 3, seed=1)[4])
     for options in ({}, {"size": 4}, {"size": 4, "cache_size": 6}):
         data = open_data("bugs", data_dir=bugs, **options)
         expected, _ = loaded(data.test, 10, shuffle=False)
         pixels = read_image(file, data.info)
         assert torch.equal(data.info.normalise(torch.from_numpy(pixels)[None])[0], expected[4])
-    file.write_bytes(random_pictures(1, 30, 20)[0])  # grey, and of another size
+    file.write_bytes(random_images(1, 30, 20)[0])  # grey, and of another size
     assert read_image(file, data.info).shape == (4, 4, 3)
 
 
-def test_read_image_brings_any_picture_to_the_data_and_says_so(tmp_path, caplog):
+def test_read_image_brings_any_image_to_the_data_and_says_so(tmp_path, caplog):
     digits = open_data("digits")
     original = digits.test.images[3, :, :, 0]
     enlarged = np.kron(original, np.ones((4, 4), np.uint8))  # 32 x 32: averaging gives back the 8 x 8
@@ -688,7 +688,7 @@ def test_read_image_brings_any_picture_to_the_data_and_says_so(tmp_path, caplog)
         (tmp_path / f"{name}.png").write_bytes(encoded(pixels))
         np.testing.assert_array_equal(read_image(tmp_path / f"{name}.png", digits.info)[:, :, 0], original)
         assert (f"{name}.png was {said}, as" in caplog.text) if said else not caplog.text
-    (tmp_path / "28.png").write_bytes(random_pictures(1, 28, 30, 3)[0])
+    (tmp_path / "28.png").write_bytes(random_images(1, 28, 30, 3)[0])
     assert read_image(tmp_path / "28.png", digits.info).shape == (8, 8, 1)
 
 

@@ -28,7 +28,7 @@ SEEDED = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-PICTURE = b"P5 2 2 255\n" + bytes(4)
+IMAGE = b"P5 2 2 255\n" + bytes(4)
 
 
 pytestmark = pytest.mark.usefixtures("_own_places")
@@ -56,7 +56,7 @@ def png(width: int, height: int, pixels: bytes | None = None) -> bytes:
 
 
 def parquet(path: Path, images=None, labels=(0, 1), metadata=None, columns=None) -> str:
-    images = [{"bytes": PICTURE, "path": None}] * 2 if images is None else images
+    images = [{"bytes": IMAGE, "path": None}] * 2 if images is None else images
     table = pa.table(columns or {"image": images, "label": list(labels)})
     if metadata is not None:
         text = metadata if isinstance(metadata, bytes | str) else json.dumps(metadata)
@@ -113,7 +113,7 @@ def test_bad_table(tmp_path, kind):
 
 
 def test_column_twice(tmp_path):
-    images, labels = pa.array([PICTURE] * 2), pa.array([0, 1])
+    images, labels = pa.array([IMAGE] * 2), pa.array([0, 1])
     for names in (["image", "image", "label"], ["image", "label", "label"]):
         columns = [images if name == "image" else labels for name in names]
         pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "twice.parquet")
@@ -175,23 +175,23 @@ def test_folders_that_hold_odd_things(tmp_path):
     home = tmp_path / "odd"
     for name in ("ant", "bee"):
         (home / name).mkdir(parents=True)
-        (home / name / "1.pgm").write_bytes(PICTURE)
-        (home / name / "2.pgm").write_bytes(PICTURE)
-    (home / os.fsdecode(b"ant/caf\xe9.pgm")).write_bytes(PICTURE)  # a file's name need not be UTF-8
+        (home / name / "1.pgm").write_bytes(IMAGE)
+        (home / name / "2.pgm").write_bytes(IMAGE)
+    (home / os.fsdecode(b"ant/caf\xe9.pgm")).write_bytes(IMAGE)  # a file's name need not be UTF-8
     assert len(open_data(str(home), validation=0).test) == 1
     for odd, words in (("ant/pipe.png", "not a regular file"), ("ant/gone.png", "No such file")):
         os.mkfifo(home / odd) if "pipe" in odd else (home / odd).symlink_to("nowhere")
         assert words in refused(lambda: open_data(str(home)))
         (home / odd).unlink()
     (home / os.fsdecode(b"caf\xe9")).mkdir()
-    (home / os.fsdecode(b"caf\xe9/1.pgm")).write_bytes(PICTURE)
+    (home / os.fsdecode(b"caf\xe9/1.pgm")).write_bytes(IMAGE)
     assert "is not written in UTF-8" in refused(lambda: open_data(str(home)))
 
 
 def test_unreadable_folder_is_named_and_not_left_out(tmp_path, monkeypatch):
     for name in ("ant", "bee"):
         (tmp_path / "birds" / name).mkdir(parents=True)
-        (tmp_path / "birds" / name / "1.pgm").write_bytes(PICTURE)
+        (tmp_path / "birds" / name / "1.pgm").write_bytes(IMAGE)
 
     def scandir(path, real=os.scandir):
         if Path(path).name == "bee":
@@ -202,12 +202,12 @@ def test_unreadable_folder_is_named_and_not_left_out(tmp_path, monkeypatch):
     assert "bee cannot be read: Permission denied" in refused(lambda: open_data(str(tmp_path / "birds")))
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
-def test_paths_that_are_no_pictures(tmp_path, monkeypatch):
+def test_paths_that_are_no_images(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "locked.png").write_bytes(PICTURE)
+    (tmp_path / "locked.png").write_bytes(IMAGE)
     with (tmp_path / "sparse.png").open("wb") as file:
         file.truncate(2**40)
     for path, words in (
@@ -228,7 +228,7 @@ def test_paths_that_are_no_pictures(tmp_path, monkeypatch):
     assert "locked.png cannot be read: Permission denied" in refused(lambda: read_image(tmp_path / "locked.png", INFO))
 
 
-def test_picture_that_is_too_large_is_called_so(tmp_path):
+def test_image_that_is_too_large_is_called_so(tmp_path):
     for width, height in ((100_000, 100_000), (10_000, 10_000), (2**31 - 1, 1)):
         (tmp_path / "large.png").write_bytes(png(width, height, pixels=b""))
         message = refused(lambda: read_image(tmp_path / "large.png", INFO))
@@ -242,7 +242,7 @@ def test_nothing_but_pixels_is_opened(tmp_path):
     assert "not an image" in refused(lambda: read_image(tmp_path / "program.png", INFO))
 
 
-def test_picture_without_pixels(tmp_path):
+def test_image_without_pixels(tmp_path):
     for head in (b"P5 0 0 255\n", b"P5 0 7 255\n", b"P5 7 0 255\n"):
         (tmp_path / "nothing.pgm").write_bytes(head)
         refused(lambda: read_image(tmp_path / "nothing.pgm", INFO))
@@ -259,7 +259,7 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
     flips=st.integers(0, 20),
     cut=st.floats(0, 2),
 )
-def test_damaged_picture_is_refused_or_read(tmp_path, kind, mode, seed, flips, cut):
+def test_damaged_image_is_refused_or_read(tmp_path, kind, mode, seed, flips, cut):
     stream, rng = io.BytesIO(), random.Random(seed)
     Image.effect_noise((9, 7), 80).convert(mode).save(stream, kind)
     content = bytearray(stream.getvalue())
