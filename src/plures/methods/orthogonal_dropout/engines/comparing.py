@@ -14,10 +14,10 @@ CLOSE = 1e-5  # what answers may differ by, relative to their size
 MOST_SAMPLES = 64  # of a batch that are compared
 
 
-class Comparison:
+class MemberComparison:
     """Hold the members, as one split network, until an engine has been compared with them.
 
-        comparison = Comparison(split)  # a split of its own, which nobody trains
+        comparison = MemberComparison(split)  # a split of its own, which nobody trains
         some = comparison.some(batch)
         error = comparison.error(some, comparison.expected(some), run)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plures.calling import Arguments
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.engines.comparing import CLOSE, Comparison
+from plures.methods.orthogonal_dropout.engines.comparing import CLOSE, MemberComparison
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.prediction import Predictor
 
@@ -36,7 +36,7 @@ class Engine(Predictor, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._comparison: Comparison | None = None
+        self._comparison: MemberComparison | None = None
 
     @property
     def about(self) -> str:
@@ -85,7 +85,7 @@ class Engine(Predictor, ABC):
             if comparison.finished:
                 self._comparison = None
 
-    def _why_wrong(self, comparison: Comparison, inputs: Any, expected: Tensor) -> str | None:
+    def _why_wrong(self, comparison: MemberComparison, inputs: Any, expected: Tensor) -> str | None:
         everyone = list(range(len(self.members)))
         try:
             with torch.no_grad():

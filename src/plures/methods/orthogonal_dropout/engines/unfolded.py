@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from plures.calling import call, copied, logits_of
 from plures.graph import Graph
-from plures.methods.orthogonal_dropout.engines.comparing import Comparison
+from plures.methods.orthogonal_dropout.engines.comparing import MemberComparison
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable, remove_norms
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
@@ -38,7 +38,7 @@ class Unfolded(Engine):
                 elif name in scales:
                     tensor.copy_(tensor * scales[name])
         self.networks = nn.ModuleList(networks)
-        self._comparison = Comparison(split) if pairs else None
+        self._comparison = MemberComparison(split) if pairs else None
         self.eval()
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:

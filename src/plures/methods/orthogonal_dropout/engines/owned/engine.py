@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plures.calling import arguments, batch_of, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph
-from plures.methods.orthogonal_dropout.engines.comparing import Comparison, batched
+from plures.methods.orthogonal_dropout.engines.comparing import MemberComparison, batched
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable
 from plures.methods.orthogonal_dropout.engines.owned.parts import OfMembers, Parts
@@ -52,7 +52,7 @@ class Owned(Engine):
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self._separate: Unfolded | None = None
-        self._comparison = Comparison(split)
+        self._comparison = MemberComparison(split)
         self._batched = self._comparison.batched
         self.eval()
 
