@@ -15,7 +15,10 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     "--window-size=1200,900",
 ]
-needed = pytest.mark.skipif(not (PROGRAM and DRIVER), reason="chromium and chromedriver are not installed")
+needed = [
+    pytest.mark.skipif(not (PROGRAM and DRIVER), reason="chromium and chromedriver are not installed"),
+    pytest.mark.slow,
+]
 
 Browser = Any  # selenium brings no types for what it answers
 

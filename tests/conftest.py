@@ -1,5 +1,12 @@
-"""How many examples hypothesis draws: a few, always the same, in `make test`; many new ones in `make attack`."""
+"""What tests do less often than users: a few examples of each property, and costs measured once.
 
+In `make test` hypothesis always draws the same few examples, in `make attack` many new ones.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No example fails because the machine is busy.
@@ -7,3 +14,13 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("test", patient, derandomize=True, database=None, max_examples=30)
 settings.register_profile("attack", patient, max_examples=500, print_blob=True)
 settings.load_profile("test")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_costs() -> Iterator[None]:
+    """Measure the costs of runs once, not in nine rounds: no test judges them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if costs := sys.modules.get("plures.lab.compare.costs"):
+            patch.setattr(costs, "ROUNDS", 1)
+            patch.setattr(costs, "SHORTEST", 0.0)
+        yield

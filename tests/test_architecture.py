@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
@@ -95,3 +96,9 @@ def test_the_map_in_contributing_shows_every_room_and_nothing_else() -> None:
     names = {path.name for path in [*FILES, *elsewhere]}
     named = set(re.findall(r"\b(\w+\.py)\b", page)) - {"your_method.py"}
     assert not named - names, f"CONTRIBUTING names files that are not there: {sorted(named - names)}"
+
+
+def test_importing_plures_does_not_import_the_compiler_of_torch() -> None:
+    code = "import sys, plures; plures.OrthogonalDropout; print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False", "it takes about as long to import as torch itself"

@@ -1,4 +1,4 @@
-"""A short version of `make attack`: the same files, threads and inputs, fewer of them."""
+"""A short version of `make attack`: fewer of the same files, threads and inputs, judged in this process."""
 
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from attack.subjects import SUBJECTS, save_all
 from attack.threads import Threads
 from attack.trouble import Trouble
 from plures.lab.cli.main import commands
+
+pytestmark = pytest.mark.slow
 
 
 def judged(part, items: int) -> Tally:
@@ -31,13 +33,12 @@ def template(tmp_path_factory) -> Path:
 
 def test_bad_files_are_refused_or_do_no_harm(tmp_path) -> None:
     save_all(tmp_path)
-    results = Results(None, {})
-    kinds = ("damaged", "malicious")
     items = len(SUBJECTS)  # each of them once
-    assert run([Files(kind, items, tmp_path) for kind in kinds], results, preloaded=["attack.files"]) == 0
-    for kind in kinds:
-        assert results.of(kind).counts.total() == items
-        assert results.of(kind).counts["refused"] > items // 2
+    for kind in ("damaged", "malicious"):
+        tally = judged(Files(kind, items, tmp_path, own=tmp_path), items)
+        assert tally.bad == []
+        assert tally.counts.total() == items
+        assert tally.counts["refused"] > items // 2
 
 
 def test_threads_get_the_bits_of_a_single_one() -> None:

@@ -15,6 +15,7 @@ import tables
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Python's, of what Sphinx is made of; its own are errors by -W
 def test_the_site_builds_strictly_and_has_every_public_name(tmp_path, capsys) -> None:
     from sphinx.cmd.build import main  # here, where torch is loaded already

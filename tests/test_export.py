@@ -171,12 +171,14 @@ def short_resnet():
     return ResNet(BasicBlock, [1, 1], networks.CLASSES, 3, width=4, stem="cifar")
 
 
+@pytest.mark.slow
 def test_a_resnet_answers_as_predict(tmp_path):
     ensemble = trained(SPLIT, short_resnet)
     plures.export(ensemble, tmp_path / "e.onnx", images(2))
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
+@pytest.mark.slow
 def test_a_member_of_a_transformers_vit_answers_as_predict_and_keeps_the_names_of_its_inputs(tmp_path):
     # One member of two: another would double the graph, and the other tests have several.
     ensemble = plures.OrthogonalDropout(networks.transformers_vit(), members=2, optimize_masks=False)

@@ -137,6 +137,7 @@ def test_help_is_plain_text_that_fits_80_columns(
     assert all(word in told for word in words.get(command, [f"plures {command}"]))
 
 
+@pytest.mark.slow
 def test_a_person_trains_evaluates_and_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(*words: str) -> tuple[str, str]:
         """As `shell` does, but where torch is loaded already."""

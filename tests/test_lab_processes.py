@@ -181,6 +181,7 @@ def here(*words: str) -> tuple[int, str, str]:
         return main(list(words)), out.getvalue(), err.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workplace")
 def test_broken_runs_are_named_interrupted_ones_resumed_and_finished_ones_kept() -> None:
     methods = ["deterministic", "mine:Herd:classifier=fixed", "mine:Crashed", "mine:Lost", "mine:Broken"]
@@ -222,6 +223,7 @@ def bytes_and_figures(run: Path) -> tuple[bytes, dict[str, Any]]:
     return (run / "ensemble.safetensors").read_bytes(), {**RunFolder(run).metrics(), "seconds": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workplace")
 def test_ray_gives_the_same_results_and_names_what_failed(tmp_path: Path) -> None:
     pytest.importorskip("ray")

@@ -256,6 +256,7 @@ def test_a_finished_run_returns_at_once_and_says_so(uninterrupted, capsys, monke
     assert RunFolder(uninterrupted).ensemble.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments_the_same_bytes_come_out(tmp_path, uninterrupted, mortal, seed):
     moments = random.Random(seed)
@@ -272,6 +273,7 @@ def test_killed_at_random_moments_the_same_bytes_come_out(tmp_path, uninterrupte
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_no_moment_is_a_bad_one_to_be_killed(tmp_path, mortal):
     recipe = dataclasses.replace(RECIPE, epochs=Epochs(train=1))
 
@@ -741,6 +743,7 @@ def launch(words, said):
 LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=3, prune=1, finetune=3))
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_would_and_end_quietly(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO)

@@ -64,6 +64,7 @@ def test_a_finished_run_of_the_last_version_is_measured_as_it_was(
     assert main(["predict", str(runs / name), str(runs / "one.png")]) == 0
 
 
+@pytest.mark.slow
 def test_runs_of_the_last_version_stand_in_a_report(runs: Path) -> None:
     shutil.rmtree(runs / "orthogonal-dropout-cut")
     assert main(["report", str(runs), "--out", str(runs / "report.html")]) == 0

@@ -84,6 +84,7 @@ def test_accelerate(data, digits, usual):
     assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer(data, digits, usual, tmp_path):
     transformers = pytest.importorskip("transformers")
     from plures.loops.hugging_face import StageModel

@@ -107,7 +107,9 @@ def test_scores_stay_float32_under_half_weights() -> None:
 
 
 # The compiler's front end on both; what it makes of the graph is tested once here, and in test_orthogonal_dropout.
-@pytest.mark.parametrize(("kind", "backend"), [("keep", "aot_eager"), ("topk", "inductor")])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("keep", "aot_eager"), pytest.param("topk", "inductor", marks=pytest.mark.slow)]
+)
 def test_masks_under_autocast_and_compile_agree_with_eager(kind: str, backend: str) -> None:
     torch.manual_seed(0)
     layer = nn.Conv2d(4, 6, 3, bias=False)

@@ -8,6 +8,7 @@ import pytest
 NOTEBOOK = Path(__file__).parent.parent / "docs/notebooks/uncertainty.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

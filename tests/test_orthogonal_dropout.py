@@ -131,6 +131,7 @@ def test_compile_agrees_with_eager(case) -> None:
         torch.testing.assert_close(compiled(inputs), ensemble(inputs))
 
 
+@pytest.mark.slow
 def test_compiled_code_agrees_with_eager() -> None:
     ensemble = OrthogonalDropout(networks.one_block(), members=2, optimize_masks=False)
     for _ in ensemble.stages():
@@ -140,6 +141,7 @@ def test_compiled_code_agrees_with_eager() -> None:
         torch.testing.assert_close(torch.compile(ensemble, fullgraph=True)(images), ensemble(images))
 
 
+@pytest.mark.slow
 def test_a_compiled_stage_trains_the_same_member() -> None:
     stage = next(OrthogonalDropout(mlp(), members=3).stages())
     trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]

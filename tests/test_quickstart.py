@@ -73,6 +73,7 @@ def test_the_quickstart_is_no_worse_than_the_plain_network_soon_and_better_later
     assert growth == pytest.approx(float(said[1]), abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_demonstration_is_better_than_the_single_network(tmp_path, monkeypatch) -> None:
     """Train as `make demo` does, with its seed; docs/results.md has three."""
     monkeypatch.setattr("plures.lab.compare.compare.launcher_for", launcher_here)

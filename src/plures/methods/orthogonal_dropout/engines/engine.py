@@ -1,6 +1,7 @@
 """What every engine is: members that predict faster, and are compared with the ensemble's own."""
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -60,11 +61,14 @@ class Engine(Predictor, ABC):
         if self._comparison is not None:
             if torch.compiler.is_exporting():
                 raise PluresError("predict two batches of different sizes before exporting: engines are compared first")
+            # torch.compiler.disable imports the compiler, which takes a second: only if somebody has imported it.
+            compare = self._compare
+            if "torch._dynamo" in sys.modules:
+                compare = torch.compiler.disable(compare)  # type: ignore[no-untyped-call]
             for batch in batches:
-                self._compare(batch)
+                compare(batch)
         return self.of_members(list(range(len(self.members)) if chosen is None else chosen), batches)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compare(self, batch: Any) -> None:
         """Compare a batch with the members, if none of its size was; let these go when enough was compared."""
         comparison = self._comparison
