@@ -1,12 +1,15 @@
 """The estimators keep scikit-learn's own promises, and are as good as its own networks on its own data."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import torch
 from sklearn import datasets
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -14,7 +17,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import plures
 from plures.methods import METHODS
-from plures.sklearn import PluresClassifier, PluresRegressor
+from plures.sklearn import PluresClassifier, PluresRegressor, Standardised
 
 QUICK = {"members": 2, "hidden": (16,), "epochs": 2, "learning_rate": 0.05, "random_state": 0}
 
@@ -85,6 +88,89 @@ def test_pipeline_grid_search_and_copies():
     assert search.best_score_ > 0.8
     copied = pickle.loads(pickle.dumps(search.best_estimator_))
     np.testing.assert_array_equal(copied.predict_proba(X), search.predict_proba(X))
+
+
+def test_the_ensemble_takes_raw_columns_in_both_precisions_and_a_file_keeps_their_scales(tmp_path):
+    X, y = datasets.load_diabetes(return_X_y=True, scaled=False)
+    regressor = PluresRegressor(**QUICK).fit(X, y)
+    expected = regressor.predict(X), regressor.predict_std(X)
+    plures.save(regressor.ensemble_, tmp_path / "table.safetensors")
+    made = Standardised(regressor._mlp(10, 2), columns=10, numbers=1)
+    for ensemble in (regressor.ensemble_, plures.load(tmp_path / "table.safetensors", made)):
+        for dtype in (torch.float32, torch.float64):
+            answer = ensemble.regress(torch.tensor(X, dtype=dtype))
+            np.testing.assert_allclose(answer.mean[:, 0], expected[0], rtol=1e-4)
+            np.testing.assert_allclose(answer.std[:, 0], expected[1], rtol=1e-3)
+    classifier = PluresClassifier(**QUICK).fit(X, y > 150)
+    found = classifier.ensemble_.predict(torch.tensor(X).float()).probabilities
+    np.testing.assert_allclose(found, classifier.predict_proba(X), atol=1e-5)
+
+
+def test_large_offsets_and_small_units_cost_no_accuracy():
+    X, y = datasets.load_diabetes(return_X_y=True)
+    plain = PluresRegressor(**QUICK).fit(X, y)
+    moved = PluresRegressor(**QUICK).fit(X + 123456789, 1e-9 * y)
+    np.testing.assert_allclose(1e9 * moved.predict(X + 123456789), plain.predict(X), rtol=1e-2)
+    far = PluresRegressor(**QUICK).fit(X, y + 1e9)
+    np.testing.assert_allclose(far.predict(X) - 1e9, plain.predict(X), rtol=1e-2)
+
+
+def test_the_ensemble_of_a_table_is_exported(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    X, y = datasets.load_diabetes(return_X_y=True)
+    regressor = PluresRegressor(**QUICK).fit(X, y)
+    plures.export(regressor.ensemble_, tmp_path / "t.onnx", torch.tensor(X[:2]).float())
+    session = onnxruntime.InferenceSession(tmp_path / "t.onnx")
+    (mean,) = session.run(["mean"], {"inputs": X.astype(np.float32)})
+    np.testing.assert_allclose(mean[:, 0], regressor.predict(X), rtol=1e-4)
+
+
+def test_intervals_cover_what_they_promise_and_standard_deviations_do_not():
+    X, y = datasets.load_diabetes(return_X_y=True)
+    covered, assumed = [], []
+    for seed in range(6):
+        X_train, X_rest, y_train, y_rest = train_test_split(X, y, test_size=0.5, random_state=seed)
+        X_held, X_test, y_held, y_test = train_test_split(X_rest, y_rest, test_size=0.6, random_state=seed)
+        settings = {"members": 2, "epochs": 15, "learning_rate": 0.01, "random_state": seed}
+        regressor = PluresRegressor(**settings).fit(X_train, y_train)
+        assumed.append(np.mean(np.abs(y_test - regressor.predict(X_test)) <= 1.645 * regressor.predict_std(X_test)))
+        lower, upper = regressor.calibrate(X_held, y_held).predict_interval(X_test, coverage=0.9)
+        covered.append(np.mean((lower <= y_test) & (y_test <= upper)))
+    assert np.mean(assumed) < 0.85
+    assert 0.86 < np.mean(covered) < 0.95
+
+
+def test_calibration_of_a_classifier_and_what_is_refused():
+    X, y = datasets.load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    classifier = PluresClassifier(**QUICK).fit(X[::2], names[::2])
+    before = classifier.predict_proba(X)
+    after = classifier.calibrate(X[1::2], names[1::2]).predict_proba(X)
+    assert not np.allclose(before, after)
+    assert plures.metrics.nll(after[1::2], y[1::2]) < plures.metrics.nll(before[1::2], y[1::2])
+    with pytest.raises(ValueError, match=r"classes that fit did not see: \['rose'\]"):
+        classifier.calibrate(X, np.where(y > 0, "rose", "setosa"))
+    with pytest.raises(plures.PluresError, match="call calibrate"):
+        PluresRegressor(**QUICK).fit(X, y).predict_interval(X)
+
+
+def test_fractions_of_sample_weights_move_the_mean():
+    random = np.random.default_rng(0)
+    X = random.normal(size=(200, 1))
+    y = np.where(np.arange(200) < 100, 0.0, 10.0)
+    settings = {"members": 2, "epochs": 40, "learning_rate": 0.01, "random_state": 0}
+    weights = np.where(y > 0, 1.5, 0.5)
+    found = PluresRegressor(**settings).fit(X, y, sample_weight=weights).predict(X)
+    assert abs(found.mean() - 7.5) < 0.7
+    assert abs(PluresRegressor(**settings).fit(X, y).predict(X).mean() - 5) < 0.7
+
+
+def test_without_scikit_learn_one_sentence_names_the_extra():
+    code = "import sys; sys.modules['sklearn.base'] = None; import plures.sklearn"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "plures.errors.MissingExtraError: plures.sklearn needs scikit-learn: pip install 'plures[sklearn]'"
+    )
 
 
 def test_a_network_of_ones_own_and_options():

@@ -116,7 +116,7 @@ class Prediction:
                 "or for a regression network call regress"
             )
         _refuse_nan(logits)
-        members = logits.float().softmax(2)
+        members = single(logits).softmax(2)
         if bool(members.isnan().any()):
             member, sample, *_ = members.isnan().nonzero()[0].tolist()
             raise PluresError(f"member {member} returned infinite logits for sample {sample}: are the weights huge?")
@@ -253,7 +253,7 @@ class Regression:
 
         Regression.computed(forecaster(x), variance=True).std
         """
-        values = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        values = single(outputs)
         values = values[..., None] if values.dim() == 2 else values  # a network of one number without an axis for it
         means, variances = mean_and_variance(values, axis=2) if variance else (values, None)
         mean = means.mean(0)
@@ -281,6 +281,15 @@ class Regression:
             plain = self.std / self.calibration.scale.to(self.std)
             half = self.calibration.half_width(plain, coverage, normalised)
         return Interval(self.mean - half, self.mean + half)
+
+
+def single(outputs: Tensor) -> Tensor:
+    """Return outputs of half precision in float32; float32 and float64 stay as they are.
+
+    >>> single(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
 def _refuse_nan(outputs: Tensor) -> None:

@@ -6,8 +6,10 @@ classifier = PluresClassifier(members=5).fit(X, y)
 classifier.predict_proba(X_new), classifier.predict_std(X_new)
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
@@ -20,6 +22,7 @@ import plures
 from plures.checks import number, one_of, whole_number
 from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
+from plures.losses import GaussianNLL
 from plures.methods import METHODS
 from plures.stage import Stage
 
@@ -27,20 +30,70 @@ try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 except ModuleNotFoundError as error:
     raise MissingExtraError("plures.sklearn needs scikit-learn: pip install 'plures[sklearn]'") from error
 
-STEPS = 16  # per epoch, where the batch size is chosen by the number of rows
-LARGEST_BATCH = 200
+SMALLEST_BATCH, LARGEST_BATCH = 32, 200
+STEPS = 16  # per epoch, if the batch size stays within these bounds
 PRUNE_SHARE = 0.1  # of the epochs, as in the paper: 20 for 200
+MOST_REPEATED = 20  # times the rows of a table that whole sample weights may make of it
+CONSTANT = 1e-30  # a column that spreads less has nothing to scale
 
 Table = NDArray[np.float64]
 MakeNetwork = Callable[[int, int], nn.Module]
 
 
+class Standardised(nn.Module):
+    """Run a network on standardised columns; for regression, return means and variances in the unit of the targets.
+
+        network = Standardised(nn.Linear(10, 2), columns=10, numbers=1)
+        network(rows)  # raw columns, float32 or float64
+
+    The estimators train this network, so `ensemble_` takes raw columns. Means and scales are buffers, which a file of
+    the ensemble stores. They are in float64, so that a column with a large offset loses no digits.
+    """
+
+    shift: Tensor
+    scale: Tensor
+    middle: Tensor
+    width: Tensor
+
+    def __init__(self, network: nn.Module, columns: int, numbers: int = 0) -> None:
+        super().__init__()
+        self.network = network
+        for name, values in (("shift", torch.zeros(columns)), ("scale", torch.ones(columns))):
+            self.register_buffer(name, values.double())
+        for name, values in (("middle", torch.zeros(numbers)), ("width", torch.ones(numbers))):
+            self.register_buffer(name, values.double())
+        self.columns, self.numbers = columns, numbers
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return logits [batch, classes], or means and log-variances [batch, 2 numbers]."""
+        # MIMO puts several rows side by side, and their outputs, too.
+        raw = torch.unflatten(rows.double(), -1, (-1, self.columns))
+        inputs = ((raw - self.shift) / self.scale).flatten(-2)
+        outputs: Tensor = self.network(inputs.to(next(self.network.parameters()).dtype))
+        if not self.numbers:
+            return outputs
+        means, logs = torch.unflatten(outputs.double(), -1, (-1, 2, self.numbers)).unbind(-2)
+        return torch.stack([means * self.width + self.middle, logs + 2 * self.width.log()], -2).flatten(-3)
+
+
+@dataclass(frozen=True, eq=False)
+class _RelativeNLL(GaussianNLL):
+    """Compute the loss in units of the targets' standard deviation, in which the learning rate is chosen."""
+
+    width: Tensor
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        means, logs = outputs.chunk(2, 1)
+        scaled = torch.cat([means / self.width, logs - 2 * self.width.log()], 1)
+        return super().__call__(scaled, targets / self.width)
+
+
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """What classifier and regressor share: standardised columns, a network, an ensemble trained on rows."""
+    """What classifier and regressor share: settings, a network, an ensemble trained on rows."""
 
     def __init__(
         self,
@@ -56,7 +109,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         weight_decay: float = 1e-4,
         random_state: Any = None,
     ) -> None:
-        # Only stored, as scikit-learn wants it: `fit` looks at them.
+        # scikit-learn wants a constructor that only stores; `fit` checks.
         self.method = method
         self.members = members
         self.hidden = hidden
@@ -68,19 +121,22 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.weight_decay = weight_decay
         self.random_state = random_state
 
-    def _fit(self, X: Table, targets: Tensor, outputs: int, **loss: Any) -> None:
+    def _fit(self, X: Table, targets: NDArray[Any], weights: Table, outputs: int, numbers: int = 0) -> None:
         self._check_settings()
-        self._shift, spread = X.mean(0), X.std(0)
-        self._scale = np.where(spread > 0, spread, 1.0)
         seed = int(check_random_state(self.random_state).randint(2**31))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             make = self.network or self._mlp
-            # float64: rows are answered the same whichever others stand beside them.
-            network = make(X.shape[1], outputs).double()
+            network = Standardised(make(X.shape[1], outputs).float(), X.shape[1], numbers)
+            _learn(network.shift, network.scale, X, weights)
+            if numbers:
+                _learn(network.middle, network.width, targets, weights)
+            loss = {"loss": _RelativeNLL(network.width.clone())} if numbers else {}
             self.ensemble_ = self._ensemble(network, seed, loss)
             for stage in self.ensemble_.stages():
-                self._train(stage, self._inputs(X), targets)
+                self._train(stage, torch.from_numpy(X), torch.from_numpy(targets), torch.from_numpy(weights))
+        if numbers:
+            self.ensemble_.loss = GaussianNLL()
 
     def _ensemble(self, network: nn.Module, seed: int, loss: Mapping[str, Any]) -> Ensemble:
         counted = {} if self.method == "Deterministic" else {"members": self.members}
@@ -93,15 +149,17 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             raise PluresError(f"{self.method} does not take these options: {error}") from error
         return made
 
-    def _train(self, stage: Stage, inputs: Tensor, targets: Tensor) -> None:
+    def _train(self, stage: Stage, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
         rows = len(inputs)
-        size = self.batch_size or min(LARGEST_BATCH, max(8, math.ceil(rows / STEPS)))
+        size = self.batch_size or min(LARGEST_BATCH, max(SMALLEST_BATCH, math.ceil(rows / STEPS)))
+        batches = math.ceil(rows / size)
         epochs = max(1, round(self.epochs * PRUNE_SHARE)) if stage.phase == "prune" else self.epochs
-        optimizer = torch.optim.AdamW(stage.parameter_groups(self.weight_decay), lr=self.learning_rate)
-        steps = epochs * math.ceil(rows / size)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        optimizer = torch.optim.AdamW(stage.parameter_groups(self.weight_decay), self.learning_rate, fused=True)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
         for _ in range(epochs):
-            for chosen in torch.split(torch.randperm(rows), size):
+            # A row of weight 1.3 is seen once in each epoch, and a second time in three of ten.
+            seen = torch.arange(rows).repeat_interleave((weights + torch.rand(rows)).floor().long())
+            for chosen in seen[torch.randperm(len(seen))].tensor_split(batches):
                 optimizer.zero_grad()
                 stage(inputs[chosen], targets[chosen]).backward()
                 optimizer.step()
@@ -114,12 +172,11 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             layers += [nn.Linear(before, after), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
-    def _inputs(self, X: Table) -> Tensor:
-        return torch.from_numpy((X - self._shift) / self._scale)
-
-    def _new_rows(self, X: Any) -> Tensor:
+    def _exact(self, X: Any) -> tuple[Ensemble, Tensor]:
+        """Return the ensemble and rows in float64: a row is answered the same whichever others stand beside it."""
         check_is_fitted(self)
-        return self._inputs(validate_data(self, X, reset=False, dtype=np.float64))
+        rows = torch.from_numpy(validate_data(self, X, reset=False, dtype=np.float64))
+        return copy.deepcopy(self.ensemble_).double(), rows
 
     def _check_settings(self) -> None:
         one_of("method", self.method, METHODS)
@@ -140,75 +197,103 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     - `hidden`: the widths of a multilayer perceptron.
     - `network`: a function `network(inputs, outputs)` that returns another network.
     - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them.
-    - `batch_size`: by default, an epoch has about sixteen steps.
+    - `batch_size`: by default, an epoch has about sixteen steps, with 32 to 200 rows each.
 
-    Columns are standardised with the mean and standard deviation that `fit` saw. The trained ensemble is `ensemble_`:
-    `plures.save(classifier.ensemble_, path)` stores it without pickle.
+    Columns are standardised inside the network (`Standardised`), with the mean and standard deviation that `fit` saw.
+    The trained ensemble is `ensemble_`, which takes raw columns. `plures.save` stores it without pickle.
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train on rows `X` with classes `y`."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on rows `X` with classes `y`; a row of weight 2 counts as two rows."""
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        self.classes_, targets = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        X, y, weights = _weighted(X, column_or_1d(y, warn=True), sample_weight)
+        self.classes_, targets = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"y has only one class, {self.classes_[0]!r}: a classifier needs two classes or more")
-        self._fit(X, torch.from_numpy(targets.astype(np.int64)), len(self.classes_))
+        self._fit(*_ordered(X, targets.astype(np.int64), weights), len(self.classes_))
+        return self
+
+    def calibrate(self, X: Any, y: Any) -> Self:
+        """Fit the temperature of the probabilities on held-out rows, as `Ensemble.calibrate` does."""
+        check_is_fitted(self)
+        X, y = validate_data(self, X, y, reset=False, dtype=np.float64)
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise ValueError(f"y has classes that fit did not see: {unknown.tolist()[:5]}")
+        self.ensemble_.calibrate(torch.from_numpy(X), torch.from_numpy(np.searchsorted(self.classes_, y)))
         return self
 
     def predict_proba(self, X: Any) -> Table:
         """Return the probability of each class, [rows, classes], in the order of `classes_`."""
-        mean: Table = self._members(X).mean(0)
-        return mean
+        ensemble, rows = self._exact(X)
+        probabilities: Table = ensemble.predict(rows).probabilities.numpy()
+        return probabilities
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the most probable class of each row."""
-        best = self.predict_proba(X).argmax(1)  # first: it says whether the estimator is fitted
+        best = self.predict_proba(X).argmax(1)  # first: it raises if the estimator is not fitted
         chosen: NDArray[Any] = self.classes_[best]
         return chosen
 
     def predict_std(self, X: Any) -> Table:
         """Return the standard deviation of the members' probabilities, [rows, classes]: their disagreement."""
-        spread: Table = self._members(X).std(0)
+        ensemble, rows = self._exact(X)
+        spread: Table = ensemble.predict(rows).members.numpy().std(0)
         return spread
-
-    def _members(self, X: Any) -> Table:
-        rows = self._new_rows(X)
-        with torch.no_grad():
-            members: Table = self.ensemble_(rows).softmax(-1).numpy()
-        return members
 
 
 class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
-    """Predict a number for each row of a table, with its standard deviation.
+    """Predict a number for each row of a table, with its standard deviation and an interval.
 
         regressor = PluresRegressor(members=5, hidden=(100,)).fit(X, y)
         regressor.predict(X), regressor.predict_std(X)
+        lower, upper = regressor.calibrate(X_held_out, y_held_out).predict_interval(X, coverage=0.9)
 
-    Each member returns a mean and a variance, trained with `plures.GaussianNLL`. Targets are standardised in training,
-    and predictions are in the original units. `y` may have several columns. The arguments are those of
-    `PluresClassifier`.
+    Each member returns a mean and a variance, trained with `plures.GaussianNLL`. Columns and targets are standardised
+    inside the network, and predictions are in the original units. `y` may have several columns. The arguments are
+    those of `PluresClassifier`.
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train on rows `X` with numbers `y`, [rows] or [rows, numbers]."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on rows `X` with numbers `y`, [rows] or [rows, numbers]; a row of weight 2 counts as two rows."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
         y = np.asarray(y, dtype=np.float64)
         self._flat = y.ndim == 1
-        targets = y.reshape(len(y), -1)
-        spread = targets.std(0)
-        self._middle, self._width = targets.mean(0), np.where(spread > 0, spread, 1.0)
-        scaled = torch.from_numpy((targets - self._middle) / self._width)
-        self._fit(X, scaled, 2 * targets.shape[1], loss=plures.GaussianNLL())
+        X, targets, weights = _ordered(*_weighted(X, y.reshape(len(y), -1), sample_weight))
+        self._fit(X, targets, weights, 2 * targets.shape[1], targets.shape[1])
+        return self
+
+    def calibrate(self, X: Any, y: Any) -> Self:
+        """Learn from held-out rows how wide intervals must be, and scale the standard deviations."""
+        check_is_fitted(self)
+        X, y = validate_data(self, X, y, reset=False, dtype=np.float64, y_numeric=True, multi_output=True)
+        self.ensemble_.calibrate(torch.from_numpy(X), torch.from_numpy(np.asarray(y, dtype=np.float64)))
         return self
 
     def predict(self, X: Any) -> Table:
         """Return the mean of the members, in the shape of `y`."""
-        return self._as_given(self._regress(X).mean.numpy() * self._width + self._middle)
+        return self._as_given(self._regress(X).mean)
 
     def predict_std(self, X: Any) -> Table:
         """Return the standard deviation of the prediction: noise in the data and disagreement of the members."""
-        return self._as_given(self._regress(X).std.numpy() * self._width)
+        return self._as_given(self._regress(X).std)
+
+    def predict_interval(self, X: Any, coverage: float = 0.9) -> tuple[Table, Table]:
+        """Return the lower and the upper bound between which a share `coverage` of new targets lies.
+
+            lower, upper = regressor.calibrate(X_held_out, y_held_out).predict_interval(X, coverage=0.9)
+
+        This is conformal prediction: the coverage holds, however good or bad the network is, on average over new rows
+        from the distribution of the held-out rows.
+        """
+        answer = self._regress(X)
+        if answer.calibration is None:
+            raise PluresError(
+                "predict_interval needs held-out rows: call calibrate(X, y) with rows that fit did not see"
+            )
+        lower, upper = answer.interval(coverage)
+        return self._as_given(lower), self._as_given(upper)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -216,8 +301,37 @@ class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return tags
 
     def _regress(self, X: Any) -> plures.Regression:
-        rows = self._new_rows(X)
-        return self.ensemble_.regress(rows)
+        ensemble, rows = self._exact(X)
+        return ensemble.regress(rows)
 
-    def _as_given(self, values: Table) -> Table:
-        return values[:, 0] if self._flat else values
+    def _as_given(self, values: Tensor) -> Table:
+        return values.numpy()[:, 0] if self._flat else values.numpy()
+
+
+def _weighted(X: Table, y: NDArray[Any], sample_weight: Any) -> tuple[Table, NDArray[Any], Table]:
+    """Leave out rows of weight 0, repeat rows of whole weights, and bring other weights to a mean of 1."""
+    if sample_weight is None:
+        return X, y, np.ones(len(X))
+    weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    X, y, weights = X[weights > 0], y[weights > 0], weights[weights > 0]
+    if not len(X):
+        raise ValueError("all sample weights are zero: at least one row needs a weight above 0")
+    if (weights % 1 == 0).all() and weights.sum() <= MOST_REPEATED * len(X):
+        times = weights.astype(int)
+        return X.repeat(times, axis=0), y.repeat(times, axis=0), np.ones(times.sum())
+    return X, y, weights / weights.mean()
+
+
+def _ordered(X: Table, y: NDArray[Any], weights: Table) -> tuple[Table, NDArray[Any], Table]:
+    """Sort rows by a mixture of their columns, so that what is learned does not depend on the order given."""
+    mixture = (X * np.cos(np.arange(X.shape[1]))).sum(1)
+    order = np.lexsort((y.reshape(len(y), -1)[:, 0], mixture))
+    return X[order], y[order], weights[order]
+
+
+def _learn(shift: Tensor, scale: Tensor, values: Table, weights: Table) -> None:
+    """Set the two buffers of some columns to their mean and standard deviation."""
+    mean = np.average(values, axis=0, weights=weights)
+    spread = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
+    shift.copy_(torch.from_numpy(mean))
+    scale.copy_(torch.from_numpy(np.where(spread > CONSTANT, spread, 1.0)))

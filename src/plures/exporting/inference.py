@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from plures.answers import Prediction, Regression
+from plures.answers import Prediction, Regression, single
 from plures.calibration import ClassCalibration, NumberCalibration
 from plures.calling import Arguments, arguments
 from plures.ensemble import Ensemble
@@ -59,7 +59,7 @@ class Inference(nn.Module):
             scales = self.calibration if isinstance(self.calibration, NumberCalibration) else None
             return Regression.computed(outputs, variance=self.variance, calibration=scales)
         temperatures = self.calibration if isinstance(self.calibration, ClassCalibration) else None
-        return Prediction.computed(outputs.float().softmax(2), temperatures)
+        return Prediction.computed(single(outputs).softmax(2), temperatures)
 
 
 def named_tensors(given: Arguments) -> dict[str, Tensor]:
