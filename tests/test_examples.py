@@ -101,6 +101,7 @@ def at_hand_for(name: str) -> dict[str, Any]:
     names |= {"Epochs": Epochs, "get_recipe": get_recipe}
     if name.startswith("Plures"):
         names |= {"X": torch.rand(40, 3).numpy(), "y": torch.arange(40).numpy() % 2}
+        names |= {"X_held_out": names["X"], "y_held_out": names["y"]}
     names |= {one.__name__: partial(one, epochs=1) for one in (PluresClassifier, PluresRegressor)}
     names |= {"plot": lambda *lines: None, "resnet18": lambda num_classes: Network()}
     layer = torch.nn.Linear(100, 20)

@@ -18,7 +18,7 @@ from plures.metrics import nll, temperature, tempered
 from plures.metrics.arrays import labelled, numbers
 from plures.metrics.confidence import soften
 
-MARGINS = 101  # steps of a hundredth, from 0 to 1, at which members on demand are weighed
+MARGINS = 101  # margins of members on demand: 0, 0.01, ..., 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class ClassCalibration:
     temperatures: Tensor
     """[members]: the temperature of the mean of the first members; the last one is the ensemble's."""
     member_temperatures: Tensor
-    """[members]: the temperature of each member, 1 where they were not asked for."""
+    """[members]: the temperature of each member; 1 without `per_member`."""
     nll: Tensor
     """[2]: the NLL of the held-out samples before and after."""
     probability: Tensor
@@ -88,7 +88,7 @@ class ClassCalibration:
 
     @property
     def members(self) -> int:
-        """How many members there were."""
+        """The number of members."""
         return len(self.temperatures)
 
     @property
@@ -97,7 +97,7 @@ class ClassCalibration:
         return float(self.temperatures[-1])
 
     def shapes(self) -> dict[str, list[int]]:
-        """Give the shapes that belong together."""
+        """Return the expected shape of each field."""
         members, samples = self.temperatures.numel(), self.probability.numel()
         each = {name: [samples] for name in ("probability", "before", "rank", "confidence")}
         kept = [max(members - 1, 0), MARGINS if samples else 0]
@@ -117,7 +117,7 @@ class ClassCalibration:
         return soften(self.mean(members), self.constants[0][len(members) - 1], axis=1)
 
     def sets(self, probabilities: Tensor, coverage: float, adaptive: bool, penalty: float, free: int) -> Tensor:
-        """Say which classes belong to each sample's set, from the uncalibrated probabilities [batch, classes]."""
+        """Return the classes in each sample's set, [batch, classes] of booleans, from uncalibrated probabilities."""
         self._need_samples("sets of classes")
         if not adaptive:
             return ambiguity_scores(probabilities) <= quantile(1 - self.probability.double(), coverage)
@@ -125,16 +125,16 @@ class ClassCalibration:
         return adaptive_scores(probabilities, penalty, free) <= quantile(held_out, coverage).to(probabilities.device)
 
     def selection(self, risk: float, delta: float) -> Selection:
-        """Find the confidence from which on answers keep to a risk."""
+        """Return the confidence threshold above which the error rate is at most `risk`."""
         self._need_samples("answers with a bounded risk")
         return select(self.confidence, self.rank == 1, risk, delta)
 
     def on_demand(self, members: Tensor, until: float) -> tuple[Tensor, Tensor]:
-        """Say what members on demand would answer, [batch, classes], and how many of them it takes, [batch].
+        """Return the probabilities of members on demand, [batch, classes], and the number of members run, [batch].
 
             probabilities, used = calibration.on_demand(prediction.members, until=0.95)
 
-        Here all members have answered already: this is how the rule is judged, not how passes are saved.
+        All members have predicted already: this evaluates the rule, and saves no passes.
         """
         used = torch.full(members.shape[1:2], len(members))
         for count in range(len(members) - 1, 0, -1):
@@ -146,13 +146,13 @@ class ClassCalibration:
         return probabilities, used
 
     def margins(self, until: float) -> list[float]:
-        """Say after 1, 2, ... members which margin is enough for a share `until` of the labels to stay."""
+        """Return the margins after 1, 2, ... members with which a share `until` of the labels stays the same."""
         self._need_samples("members on demand")
         enough = (self.kept >= until).sum(dim=1)  # the shares rise, so all margins from the first one on are enough
         return [(MARGINS - int(count)) / (MARGINS - 1) for count in enough]
 
     def summary(self) -> str:
-        """Say it in a line."""
+        """Return a description of one line."""
         before, after = self.nll.tolist()
         words = f"temperature {self.temperature:.3f}"
         if bool((self.member_temperatures != 1).any()):
@@ -203,16 +203,16 @@ class NumberCalibration:
 
     @property
     def members(self) -> int:
-        """How many members there were."""
+        """The number of members."""
         return int(self.count)
 
     def shapes(self) -> dict[str, list[int]]:
-        """Give the shapes that belong together."""
+        """Return the expected shape of each field."""
         shape = list(self.residual.shape)
         return {"residual": shape, "std": shape, "scale": shape[1:], "count": []}
 
     def half_width(self, std: Tensor, coverage: float, normalised: bool) -> Tensor:
-        """Give half the width of intervals around means whose uncalibrated standard deviations are `std`."""
+        """Return half the width of intervals around means with uncalibrated standard deviations `std`."""
         if not normalised:
             return quantile(self.residual, coverage).to(std).expand_as(std)
         if not bool((self.std > 0).all()):
@@ -220,7 +220,7 @@ class NumberCalibration:
         return quantile(self.residual / self.std, coverage).to(std) * std
 
     def summary(self) -> str:
-        """Say it in a line."""
+        """Return a description of one line."""
         factors = ", ".join(f"{factor:.3f}" for factor in self.scale.flatten().tolist()[:5])
         return f"calibrated on {len(self.residual)} held-out samples: standard deviations x {factors}"
 
@@ -236,14 +236,14 @@ POSITIVE = ("temperatures", "member_temperatures", "scale")
 
 
 def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
-    """Give what a file holds of a calibration."""
+    """Return the tensors that a file stores of a calibration, by name."""
     if calibration is None:
         return {}
     return {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
 
 
 def kind_of(calibration: Calibration | None) -> str | None:
-    """Name the kind of a calibration in a file.
+    """Return the name of a calibration's kind in a file, or None.
 
     kind_of(ensemble.calibration)  # "classes"
     """
@@ -251,7 +251,7 @@ def kind_of(calibration: Calibration | None) -> str | None:
 
 
 def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
-    """Read a calibration back."""
+    """Return the calibration that a file stores, checked, or None."""
     if kind is None:
         return None
     if kind not in KINDS:
@@ -273,7 +273,7 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
 
 
 def _best(probabilities: Tensor, labels: Tensor) -> float:
-    """Find the temperature, or 1 where rounding would make the NLL worse than it was."""
+    """Return the best temperature, or 1 if rounding would make the NLL worse."""
     found = temperature(probabilities, labels)
     return found if nll(tempered(probabilities, found), labels) <= nll(probabilities, labels) else 1.0
 
@@ -285,7 +285,7 @@ def _each_tempered(members: Tensor, temperatures: list[float]) -> Tensor:
 
 
 def _kept(members: Tensor) -> Tensor:
-    """Weigh margins: which share of labels stays, after so many members and with such a margin."""
+    """Return the share of labels that stay the same, for each number of members and each margin."""
     final = members.mean(0).argmax(dim=1)
     rows = []
     for count in range(1, len(members)):
@@ -302,9 +302,9 @@ def _kept(members: Tensor) -> Tensor:
 
 
 def _rising(same: list[int], total: list[int]) -> list[tuple[float, int]]:
-    """Estimate a share that rises from bin to bin, and of how many samples: neighbours that fall are pooled.
+    """Estimate a share that rises from bin to bin, with its number of samples: bins that fall are pooled.
 
-    That is isotonic regression. A bin that nobody fell into joins the one below: what was not seen is not better.
+    This is isotonic regression. An empty bin joins the one below it.
     """
     pools: list[list[int]] = []  # same, total, bins
     for kept, all_ in zip(same, total, strict=True):

@@ -31,7 +31,7 @@ class Selection(NamedTuple):
 
 
 def quantile(scores: Array, coverage: float) -> Tensor:
-    """Find a score that a new sample does not exceed, with probability `coverage` or more.
+    """Return a score that a new sample does not exceed, with probability `coverage` or more.
 
     >>> quantile(torch.arange(1.0, 20.0), coverage=0.9)
     tensor(18., dtype=torch.float64)
@@ -128,7 +128,7 @@ def risk_bound(errors: int, answered: int, delta: float) -> float:
 
 
 def select(confidence: Array, right: Array, risk: float, delta: float = 0.05) -> Selection:
-    """Find the lowest confidence threshold with an error rate of at most `risk`.
+    """Return the lowest confidence threshold with an error rate of at most `risk`.
 
         selection = select(confidence, right, risk=0.01)
 
@@ -181,12 +181,12 @@ def _rank(count: int, coverage: float) -> int:
 
 
 def _all_right(risk: float, delta: float) -> int:
-    """Say how many answers, all of them right, bound the error rate by `risk`: (1 - risk) ** answers <= delta."""
+    """Return the number of labels, all of them right, that bound the error rate: (1 - risk) ** number <= delta."""
     return max(1, math.ceil(math.log(delta) / math.log1p(-risk) - 1e-9))
 
 
 def _thresholds(count: int) -> int:
-    """Say how many thresholds a bisection between 0 and count + 1 tries at most."""
+    """Return the largest number of thresholds that a bisection between 0 and count + 1 tries."""
     return math.ceil(math.log2(count + 1))
 
 

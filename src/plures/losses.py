@@ -79,7 +79,7 @@ CLASS_LOSSES = (CrossEntropy, nn.CrossEntropyLoss)
 
 
 def is_for_numbers(loss: Loss) -> bool:
-    """Tell whether a loss is known to train regression.
+    """Return whether a loss is known to train regression.
 
     >>> is_for_numbers(F.mse_loss), is_for_numbers(F.cross_entropy)
     (True, False)
@@ -88,7 +88,7 @@ def is_for_numbers(loss: Loss) -> bool:
 
 
 def is_for_classes(loss: Loss) -> bool:
-    """Tell whether a loss is known to train classification.
+    """Return whether a loss is known to train classification.
 
     >>> is_for_classes(F.cross_entropy), is_for_classes(lambda outputs, targets: outputs.sum())
     (True, False)
@@ -97,7 +97,7 @@ def is_for_classes(loss: Loss) -> bool:
 
 
 def class_axis(loss: Loss) -> int:
-    """Say on which axis of a network's output the classes are.
+    """Return the axis of a network's output that holds the classes.
 
     >>> class_axis(CrossEntropy(class_axis=-1)), class_axis(F.cross_entropy)
     (-1, 1)
@@ -106,7 +106,7 @@ def class_axis(loss: Loss) -> int:
 
 
 def as_json(loss: Loss) -> dict[str, Any] | None:
-    """Describe a loss that a file can name; None for one of the user's own.
+    """Return the description of a loss in a file, or None for a custom loss.
 
     >>> as_json(CrossEntropy(class_axis=-1))
     {'name': 'CrossEntropy', 'class_axis': -1}
@@ -121,7 +121,7 @@ def as_json(loss: Loss) -> dict[str, Any] | None:
 
 
 def from_json(description: dict[str, Any] | None) -> Loss | None:
-    """Give the loss that a file names, or None.
+    """Return the loss that a file describes, or None.
 
     >>> from_json({"name": "GaussianNLL"})
     GaussianNLL()
@@ -137,7 +137,7 @@ def from_json(description: dict[str, Any] | None) -> Loss | None:
 
 
 def name_of(loss: Loss) -> str:
-    """Name a loss in an error.
+    """Return the name of a loss for an error message.
 
     >>> name_of(F.mse_loss), name_of(nn.MSELoss())
     ('mse_loss', 'MSELoss')
@@ -146,7 +146,7 @@ def name_of(loss: Loss) -> str:
 
 
 def classes_second(outputs: Tensor, loss: Loss) -> Tensor:
-    """Move the classes of [members, batch, ...] to the axis after the batch, where every ensemble answers with them.
+    """Move the classes of [members, batch, ...] to the axis after the batch, as every ensemble returns them.
 
     >>> classes_second(torch.zeros(5, 8, 20, 3), CrossEntropy(class_axis=-1)).shape
     torch.Size([5, 8, 3, 20])

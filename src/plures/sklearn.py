@@ -282,7 +282,8 @@ class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     def predict_interval(self, X: Any, coverage: float = 0.9) -> tuple[Table, Table]:
         """Return the lower and the upper bound between which a share `coverage` of new targets lies.
 
-            lower, upper = regressor.calibrate(X_held_out, y_held_out).predict_interval(X, coverage=0.9)
+            regressor = PluresRegressor().fit(X, y).calibrate(X_held_out, y_held_out)
+            lower, upper = regressor.predict_interval(X, coverage=0.9)
 
         This is conformal prediction: the coverage holds, however good or bad the network is, on average over new rows
         from the distribution of the held-out rows.

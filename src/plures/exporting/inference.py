@@ -63,7 +63,7 @@ class Inference(nn.Module):
 
 
 def named_tensors(given: Arguments) -> dict[str, Tensor]:
-    """Name the tensors among a network's arguments: `inputs`, `inputs_1`, ... by position, others by their own name.
+    """Return the tensors among arguments by name: `inputs`, `inputs_1`, ... by position, others by their own name.
 
     >>> list(named_tensors(arguments({"pixel_values": torch.zeros(1)})))
     ['pixel_values']

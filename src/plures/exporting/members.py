@@ -21,7 +21,7 @@ Part = Callable[[int], Tensor]  # of a member, by its place among the trained
 
 
 class SplitMembers(nn.Module):
-    """Run each member as a network of its own; what members share, and weights that each own a part of, stand once.
+    """Run each member as a network of its own; shared tensors and split weights are stored once.
 
         SplitMembers(ensemble)(images)  # [members, batch, classes]
 
@@ -67,7 +67,7 @@ class SplitMembers(nn.Module):
 
 
 class _Stacked(nn.Module):
-    """A tensor of each member, or one of all."""
+    """Tensors of the members, or one that all of them share."""
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -87,11 +87,11 @@ class _Split(nn.Module):
 
     def __init__(self, parts: list[Tensor], owners: Tensor, trained: list[int]) -> None:
         super().__init__()
-        # Members are disjoint, so their sum is exact; what belongs to no trained member becomes 0.
+        # Members are disjoint, so their sum is exact; what no trained member owns becomes 0.
         self.register_buffer("weight", torch.stack([part.detach() for part in parts]).sum(0))
-        nobody = len(trained)
-        rank = torch.full((256,), nobody, dtype=torch.int64)
-        rank[trained] = torch.arange(nobody)
+        count = len(trained)  # also the digit of what no trained member owns
+        rank = torch.full((256,), count, dtype=torch.int64)
+        rank[trained] = torch.arange(count)
         digits = rank[owners.cpu().long()]
         self.base = int(digits.max()) + 1
         self.shape = owners.shape
@@ -103,7 +103,7 @@ class _Split(nn.Module):
 
 
 def pack_bytes(digits: Tensor, base: int) -> Tensor:
-    """Pack small integers into bytes, as digits of a base: numbers so small that every runtime divides them exactly.
+    """Pack small integers into bytes, as digits of a base; every runtime divides numbers below 256 exactly.
 
     >>> pack_bytes(torch.tensor([4, 0, 1, 2]), base=5)
     tensor([29,  2], dtype=torch.uint8)
@@ -115,7 +115,7 @@ def pack_bytes(digits: Tensor, base: int) -> Tensor:
 
 
 def unpack_bytes(packed: Tensor, base: int, count: int) -> Tensor:
-    """Read `count` digits back, by division and remainder.
+    """Unpack `count` digits, by division and remainder.
 
     >>> unpack_bytes(torch.tensor([29, 2], dtype=torch.uint8), base=5, count=4)
     tensor([4, 0, 1, 2], dtype=torch.int32)

@@ -46,7 +46,7 @@ def program_of(
 
 def _trace(inference: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, ...]) -> ExportedProgram:
     failures = []
-    # Running the code is quicker; reading it gets along with more, such as len(x) where x is a batch of any length.
+    # Non-strict tracing is faster; strict tracing takes more code, for example len(x) of a batch of any length.
     for strict in (False, True):
         try:
             return torch.export.export(inference, tensors, dynamic_shapes=axes, strict=strict)
@@ -68,10 +68,10 @@ def _batched(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | None:
-    """Let every dropout that is on drop the same entries of every sample, whenever the program runs.
+    """Make every active dropout drop the same entries of every sample, in every run of the program.
 
     A file has no random numbers that follow from a seed: each pass of MC dropout becomes a fixed member. None is
-    returned where nothing is random.
+    returned if nothing is random.
     """
     graph, random = module.graph, generator(seed, "exported passes")
     draws = [node for node in graph.nodes if node.target in _DRAWS]
@@ -92,7 +92,7 @@ def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | Non
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep exporters from printing, logging and warning: what goes wrong is told by one error."""
+    """Keep exporters from printing, logging and warning: a failure is reported by one error."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.__trace", "onnxscript", "onnx_ir", "onnxruntime")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -108,7 +108,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Let torch's own transformer layers run step by step: their fused operator exists in torch alone."""
+    """Disable the fused operator of torch's own transformer layers, which exists only in torch."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

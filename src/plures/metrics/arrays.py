@@ -52,7 +52,7 @@ def labelled(name: str, values: Array, targets: Array, rank: int) -> tuple[Tenso
 
 
 def is_right(values: Tensor, labels: Tensor) -> Tensor:
-    """Say where the most probable class is the label; of equally probable classes the first counts.
+    """Return whether the most probable class is the label; among equally probable classes, the first counts.
 
     >>> is_right(torch.tensor([[0.9, 0.1], [0.5, 0.5]]), torch.tensor([0, 1]))
     tensor([ True, False])
@@ -63,7 +63,7 @@ def is_right(values: Tensor, labels: Tensor) -> Tensor:
 def distributions(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
     """Check values whose rows are distributions over the classes; they come back as float32 or float64.
 
-    The classes are the last axis. Where `dense` values may have further axes after it, it is moved to the end.
+    The classes are the last axis. If `dense` values have further axes after it, it is moved to the end.
     """
     checked = numbers(name, values, rank, dense)
     if dense and rank:
@@ -82,7 +82,7 @@ def distributions(name: str, values: Array, rank: int | None, dense: bool = Fals
 
 
 def numbers(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
-    """Refuse NaN and what is not a real number; return the values as float32 or float64, on the device where they are.
+    """Return real numbers as float32 or float64, on their device; raise an error for NaN and other types.
 
     scores = numbers("scores", scores, rank=1)
     """
@@ -98,7 +98,7 @@ def numbers(name: str, values: Array, rank: int | None, dense: bool = False) -> 
 
 
 def tensor(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
-    """Make a tensor of the rank asked for (None: any but 0; dense: or more) that is not empty.
+    """Return values as a tensor that is not empty and has the given rank (None: any but 0; dense: or more).
 
     targets = tensor("targets", targets, rank=1)
     """

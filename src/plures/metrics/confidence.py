@@ -42,7 +42,7 @@ def calibration_table(probabilities: Array, targets: Array, bins: int = 15) -> C
     values, labels = labelled("probabilities", probabilities, targets, rank=2)
     confidence = values.amax(dim=1).double()
     edges = torch.linspace(0, 1, int(bins) + 1, dtype=torch.float64)
-    # Inner edges only: a rounded confidence a little above 1 belongs to the last bin.
+    # Inner edges only: a rounded confidence a little above 1 falls into the last bin.
     place = torch.bucketize(confidence, edges[1:-1])
     count = torch.bincount(place, minlength=int(bins))
 
@@ -66,7 +66,7 @@ def ece(probabilities: Array, targets: Array, bins: int = 15) -> float:
 
 
 def temperature(probabilities: Array, targets: Array) -> float:
-    """Find the temperature that minimises the NLL of `tempered(probabilities, temperature)`.
+    """Return the temperature that minimises the NLL of `tempered(probabilities, temperature)`.
 
         held_out = temperature(probabilities, targets)
         calibrated = tempered(test_probabilities, held_out)
@@ -105,7 +105,7 @@ def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor
 
 
 def soften(probabilities: Tensor, temperature: float, axis: int = -1) -> Tensor:
-    """Apply a temperature as `tempered` does, without a check: a program that is traced for export contains this.
+    """Apply a temperature as `tempered` does, without a check: exported programs use this.
 
     >>> soften(torch.tensor([[0.9, 0.1]]), 2.0)
     tensor([[0.7500, 0.2500]])

@@ -101,7 +101,7 @@ def _log_density(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
 
 
 def _expected_distance(mean: Tensor, std: Tensor) -> Tensor:
-    """Give E|x| of x normal; |mean| where the standard deviation is 0."""
+    """Return E|x| of normal x; |mean| if the standard deviation is 0."""
     ratio = mean / torch.where(std > 0, std, 1)
     density = torch.exp(-0.5 * ratio.square()) / math.sqrt(2 * math.pi)
     spread = 2 * std * density + mean * torch.erf(ratio / math.sqrt(2))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from plures.seeding import generator
 
-SIDE = 32  # lengths are pixels of images with so many per side
+SIDE = 32  # lengths are pixels of images with this side
 SEVERITIES = (1, 2, 3, 4, 5)
 
 Streams = list[torch.Generator]
@@ -29,7 +29,7 @@ Streams = list[torch.Generator]
 class Corruption:
     """One way to corrupt an image, at one of five severities.
 
-        spoiled = Corruption("fog", severity=3)(images)  # uint8 in, uint8 out
+        corrupted = Corruption("fog", severity=3)(images)  # uint8 in, uint8 out
 
     The result depends on the images and their row numbers alone, never on the batch in which they come. The random
     numbers of a row are the same at every severity, so that severities differ in nothing else.
@@ -40,11 +40,11 @@ class Corruption:
 
     def __call__(self, images: Tensor, first_row: int = 0) -> Tensor:
         """Corrupt uint8 images [batch, height, width, channels], which are `first_row` and following of their split."""
-        spoil, constants = KINDS[self.name]
+        corrupt, constants = KINDS[self.name]
         streams = [generator(0, "corruption", self.name, first_row + place) for place in range(len(images))]
-        spoiled = spoil(images, constants[self.severity - 1], streams)
+        corrupted = corrupt(images, constants[self.severity - 1], streams)
         # Cut off, not rounded, as they were published; what misses a whole number by rounding alone is that number.
-        return (spoiled + 1e-6).clamp_(0, 255).to(torch.uint8)
+        return (corrupted + 1e-6).clamp_(0, 255).to(torch.uint8)
 
 
 def gaussian_noise(images: Tensor, deviation: float, streams: Streams) -> Tensor:
@@ -129,24 +129,24 @@ def fog(images: Tensor, cloud: tuple[float, float], streams: Streams) -> Tensor:
 
 
 def pixelate(images: Tensor, kept: float, streams: Streams) -> Tensor:
-    """Make the image smaller and larger again: the fraction `kept` of the pixels per side stays."""
+    """Return the image made smaller and larger again: the fraction `kept` of the pixels per side stays."""
 
-    def spoil(image: Image.Image) -> Image.Image:
+    def corrupt(image: Image.Image) -> Image.Image:
         small = max(1, int(image.width * kept)), max(1, int(image.height * kept))
         return image.resize(small, Image.Resampling.BOX).resize(image.size, Image.Resampling.BOX)
 
-    return _each(images, spoil)
+    return _each(images, corrupt)
 
 
 def jpeg(images: Tensor, quality: int, streams: Streams) -> Tensor:
     """Store the image as JPEG of a quality and read it again."""
 
-    def spoil(image: Image.Image) -> Image.Image:
+    def corrupt(image: Image.Image) -> Image.Image:
         file = io.BytesIO()
         image.save(file, "JPEG", quality=quality)
         return Image.open(file)
 
-    return _each(images, spoil)
+    return _each(images, corrupt)
 
 
 def elastic(images: Tensor, stretch: tuple[float, float, float], streams: Streams) -> Tensor:
@@ -209,11 +209,11 @@ def _uniform(streams: Streams, count: int) -> Tensor:
     return torch.stack([torch.rand(count, generator=stream, dtype=torch.float64) for stream in streams])
 
 
-def _each(images: Tensor, spoil: Callable[[Image.Image], Image.Image]) -> Tensor:
+def _each(images: Tensor, corrupt: Callable[[Image.Image], Image.Image]) -> Tensor:
     grey = images.shape[-1] == 1
-    pictures = [Image.fromarray((image[..., 0] if grey else image).numpy()) for image in images]
-    spoiled = np.stack([np.asarray(spoil(picture)) for picture in pictures])
-    return torch.from_numpy(spoiled).double().view(images.shape)
+    opened = [Image.fromarray((image[..., 0] if grey else image).numpy()) for image in images]
+    corrupted = np.stack([np.asarray(corrupt(image)) for image in opened])
+    return torch.from_numpy(corrupted).double().view(images.shape)
 
 
 def _between_pixels(images: Tensor, y: Tensor, x: Tensor, at_border: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -244,7 +244,7 @@ def _repeated(places: Tensor, side: int) -> Tensor:
 
 
 def _smoothing(side: int, deviation: float) -> Tensor:
-    """Make the matrix that smooths a column of pixels with a Gaussian, cut off at three deviations."""
+    """Return the matrix that smooths a column of pixels with a Gaussian, cut off at three deviations."""
     if deviation == 0:
         return torch.eye(side, dtype=torch.float64)
     reach = int(3 * deviation + 0.5)

@@ -38,7 +38,7 @@ class Failure:
     error: str
 
 
-def picture_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
+def image_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
     """Iterate over files, and over the images in folders and their subfolders, sorted by name."""
     for path in paths:
         try:
@@ -74,7 +74,7 @@ def predict_files(
     predictor = predictor or run.ensemble
     check_calibrated(run, wanted)
     waiting: list[tuple[Path, np.ndarray]] = []
-    for path in picture_files(paths):
+    for path in image_files(paths):
         if isinstance(path, Failure):
             yield path
             continue
@@ -90,12 +90,12 @@ def predict_files(
 
 
 def _predict(
-    run: Run, predictor: Predictor, pictures: list[tuple[Path, np.ndarray]], wanted: Wanted
+    run: Run, predictor: Predictor, images: list[tuple[Path, np.ndarray]], wanted: Wanted
 ) -> list[ImagePrediction]:
-    pixels = torch.from_numpy(np.stack([pixels for _, pixels in pictures]))
+    pixels = torch.from_numpy(np.stack([pixels for _, pixels in images]))
     inputs = run.info.normalise(pixels).to(device_of(run.ensemble))
     prediction = predictor.predict(inputs, abstain_below=wanted.abstain_below)
-    return image_predictions(prediction, [visible(str(path)) for path, _ in pictures], run.info.classes, wanted)
+    return image_predictions(prediction, [visible(str(path)) for path, _ in images], run.info.classes, wanted)
 
 
 def check_calibrated(run: Run, wanted: Wanted) -> None:

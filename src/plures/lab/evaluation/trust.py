@@ -1,6 +1,6 @@
 """Measure a finished run under shift, on out-of-distribution data, when it abstains, and with fewer members.
 
-The results are kept in the run folder as trust.json, where comparisons, the report and the page in docs/ read them.
+The results are kept in the run folder as trust.json, which comparisons, the report and the page in docs/ read.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from plures.lab.runs.schemas import TRUST, read_object
 FILE = "trust.json"
 POINTS = 100  # of a risk-coverage curve
 BINS = 25  # of a histogram
-# Thresholds of members on demand, closer together towards 1, where a step decides more.
+# Thresholds of members on demand, closer together towards 1.
 UNTIL = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.998)
 COVERAGE = 0.9  # of sets
 RISKS = (0.02, 0.05, 0.1, 0.2)  # of answers; those that the validation images can promise are measured

@@ -12,7 +12,7 @@ from plures.lab.runs.open import Run
 
 
 class Normalise(nn.Module):
-    """Do as a module what `DataInfo.normalise` does: uint8 pixels in, the network's input out."""
+    """Normalise uint8 pixels as `DataInfo.normalise` does, as a module."""
 
     scale: Tensor
     shift: Tensor
@@ -24,7 +24,7 @@ class Normalise(nn.Module):
         self.register_buffer("shift", (-mean / std).float())
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Turn [batch, height, width, channels] into [batch, channels, height, width]."""
+        """Return pixels [batch, height, width, channels] as inputs [batch, channels, height, width]."""
         return (pixels.float() * self.scale + self.shift).permute(0, 3, 1, 2)
 
 
@@ -45,7 +45,7 @@ def export_run(run: Run, path: Path, format: Format | None = None) -> dict[str, 
 
 
 def about(run: Run) -> dict[str, Any]:
-    """Give what a file says of its preprocessing and of where it comes from."""
+    """Return the preprocessing and the provenance that a file stores, as JSON values."""
     info = run.info
     return {
         "preprocessing": {
