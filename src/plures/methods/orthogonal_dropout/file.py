@@ -73,7 +73,7 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """
     later = {"classifier": None, "optimize_masks": True, "init": "fresh"}
     now = {name: value for name, value in stored.items() if name not in GONE}
-    return now | later, {name: stored[name] for name in later}
+    return now | later, {name: stored[name] for name in later} | {"optimize_masks": bool(stored["optimize_masks"])}
 
 
 def from_tensors(split: SplitNetwork, stored: Stored, members: Sequence[int]) -> None:

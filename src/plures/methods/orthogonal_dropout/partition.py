@@ -203,7 +203,7 @@ class Private(nn.Module):
 class SplitNetwork:
     """The parts of a split network, and the members that can predict.
 
-        split = ensemble.split
+        split = SplitNetwork(network, roles, partition, private, trained=[0, 1])
         network = split.checkout(split.trained[0])
 
     `network` holds the weights of all members in its split tensors, and in its private ones the values that each member
