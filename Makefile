@@ -3,8 +3,8 @@ VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# One thread per test process: two processes beat two threads on small tensors. A file stays in one of them, because its
-# tests share what took seconds to make. The many small files, of doctests, come last.
+# One thread per test process: two processes are faster than two threads on small tensors. The tests of a file run in one
+# of them, because they share fixtures that take seconds. The many small files with doctests come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: demo test lint types pytest attack memcheck bench load-test docs docs-site digits clean
@@ -14,7 +14,7 @@ demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures report runs/demo/digits --out runs/demo/report.html
 	@echo 'Try next: $(BIN)/plures evaluate runs/demo/digits/orthogonal-dropout/seed-0 --shift'
 
-# Types and tests side by side: tests wait now and then for processes that they start.
+# Types and tests run side by side: some tests wait for processes that they start.
 test: $(READY) lint  ## lint, types, tests
 	@$(MAKE) --no-print-directory $(if $(filter --jobserver%,$(MAKEFLAGS)),,-j2) types pytest \
 	    || { echo 'make test failed: see the errors of types or of pytest above'; exit 1; }
@@ -29,7 +29,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-attack: $(READY)  ## bad files, threads and inputs by the thousand: ATTACK='--only damaged --files 100' for less, --jobs 2, --results FILE
+attack: $(READY)  ## bad files, threads and inputs by the thousand, and 500 examples of each property: ATTACK='--only damaged --files 100' for less, --seed 7, --jobs 2
 	cd tests && $(TEST_THREADS) ../$(BIN)/python -m attack $(ATTACK)
 
 # The tiles of AVX2 (8 lanes), of AVX-512 (16) and of all others (4), in vectors that every CPU can run.
