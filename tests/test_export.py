@@ -23,7 +23,7 @@ import plures
 from networks import images
 from plures.exporting.inference import CLASS_OUTPUTS, Inference
 from plures.exporting.members import pack_bytes, unpack_bytes
-from plures.lab.models.resnet import BasicBlock, ResNet
+from plures.lab.models import BasicBlock, ResNet
 from test_contract import METHODS, RANDOM_PREDICTION, identify, train, trained
 
 # One of each method; that of MC dropout draws other masks than `predict`, and has a test of its own.

@@ -152,7 +152,7 @@ def test_build_imports_functions():
         ("transformer", "module:function"),
         ("my_networks:missing", "has no 'missing'"),
         ("my_networks:wrong", "returned str"),
-        ("my_networks:narrow", "must accept classes= and channels="),
+        ("my_networks:narrow", "takes classes= and channels="),
         ("my_networks:number", "function or class"),
         ("my_broken:network", "a_module_that_is_not_there"),
         ("no_such_module:network", "cannot be imported"),

@@ -1,16 +1,24 @@
-"""Residual networks (He et al., 2016), and wide ones with pre-activation (Zagoruyko and Komodakis, 2016).
+"""Network architectures: functions that return modules, and the names that recipes give to them.
 
-Modules and tensors have the same names as in torchvision, so that its weights can be loaded.
+Residual networks (He et al., 2016), and wide ones with pre-activation (Zagoruyko and Komodakis, 2016), have the tensor
+names of torchvision, so that its weights can be loaded.
 """
 
-from collections.abc import Sequence
+import inspect
+import math
+import os
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
+from plures.checks import unknown, whole_number
 from plures.errors import PluresError
+from plures.lab.method_names import imported, is_code
 
 Stem = Literal["cifar", "imagenet"]
+COPIES = 4  # weights, gradients, momentum and a copy: the least that training needs
 
 
 def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
@@ -30,8 +38,7 @@ def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Mo
 def check_sizes(**sizes: int) -> None:
     """Raise an error for numbers below one."""
     for name, value in sizes.items():
-        if value < 1:
-            raise PluresError(f"{name} must be a whole number of at least 1, but is {value}")
+        whole_number(name, value)
 
 
 def kaiming_init(network: nn.Module) -> None:
@@ -42,12 +49,7 @@ def kaiming_init(network: nn.Module) -> None:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut.
-
-        BasicBlock(inputs=64, width=128, stride=2)
-
-    `between` is an identity before conv2, in which a dropout layer can be put.
-    """
+    """Two 3x3 convolutions beside a shortcut; `between` is a place for a dropout layer."""
 
     expansion = 1
     traceable = True  # for the training engine: forward does nothing but call layers and add
@@ -70,12 +72,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the result is four times as wide as the middle.
-
-        Bottleneck(inputs=256, width=64, stride=1)
-
-    `between` is an identity before conv2, in which a dropout layer can be put.
-    """
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the result is four times as wide as the middle."""
 
     expansion = 4
     traceable = True  # for the training engine: forward does nothing but call layers and add
@@ -182,12 +179,7 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 class PreActivationBlock(nn.Module):
-    """Two 3x3 convolutions, each after batch norm and ReLU, beside a shortcut.
-
-        PreActivationBlock(inputs=160, width=320, stride=2)
-
-    `between` is an identity before conv2, in which a dropout layer can be put.
-    """
+    """Two 3x3 convolutions, each after batch norm and ReLU, beside a shortcut."""
 
     traceable = True  # for the training engine: forward does nothing but call layers and add
 
@@ -264,3 +256,78 @@ def wide_resnet10_2(classes: int, channels: int = 3, width: int = 16, stem: Stem
 def _stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
     first = PreActivationBlock(inputs, width, stride)
     return nn.Sequential(first, *(PreActivationBlock(width, width, 1) for _ in range(blocks - 1)))
+
+
+def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
+    """Return a network with `depth` hidden layers of `width` units, for images of size x size pixels.
+
+    network = mlp(classes=10, channels=1, size=8)
+    """
+    check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
+    layers: list[nn.Module] = [nn.Flatten()]
+    inputs = channels * size * size
+    for _ in range(depth):
+        hidden = nn.Linear(inputs, width)
+        nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
+        nn.init.zeros_(hidden.bias)
+        layers += [hidden, nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, classes))
+
+
+def _accepted(model: str, function: Callable[..., nn.Module], options: dict[str, object]) -> dict[str, object]:
+    """Return the options that a function accepts besides `classes` and `channels`, which it must accept."""
+    try:
+        signature = inspect.signature(function)
+        parameters = signature.parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        chosen = {name: value for name, value in options.items() if takes_all or name in parameters}
+        signature.bind(classes=0, channels=0, **chosen)
+    except (TypeError, ValueError) as error:
+        raise PluresError(
+            f"the model {model!r} must be a function or class that takes classes= and channels=, "
+            f"and needs nothing else: {error}"
+        ) from None
+    return chosen
+
+
+def _check_memory(model: str, sketch: nn.Module) -> None:
+    """Raise an error if this machine has too little memory: the system would kill the process without a message."""
+    needed = COPIES * sum(parameter.nbytes for parameter in sketch.parameters())
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    if needed > there:
+        raise PluresError(
+            f"training the model {model!r} of this width and size takes {needed:,} bytes, but this machine "
+            f"has {there:,}: choose a smaller width, or smaller images"
+        )
+
+
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    function.__name__: function
+    for function in (resnet8, resnet18, resnet20, resnet50, wide_resnet, wide_resnet10_2, wide_resnet28_10, mlp)
+}
+
+
+def build(model: str, classes: int, channels: int, **options: object) -> nn.Module:
+    """Return a network by its built-in name or by any importable `module:function`.
+
+        build("resnet18", classes=10, channels=3, width=16)
+        build("mypackage.networks:small", classes=10, channels=3, size=32)
+
+    The function is called with `classes` and `channels`, and with those options that its signature accepts. The module
+    may be in the working directory.
+    """
+    if not is_code(model) and model not in BUILT_IN:
+        raise unknown("model", model, [*BUILT_IN, "module:function"])
+    function = imported("model", model) if is_code(model) else BUILT_IN[model]
+    chosen = _accepted(model, function, options)
+    try:
+        if not is_code(model):
+            with torch.device("meta"):  # on which weights take no memory
+                _check_memory(model, function(classes=classes, channels=channels, **chosen))
+        network = function(classes=classes, channels=channels, **chosen)
+    except (RuntimeError, MemoryError) as error:  # such as too little memory
+        raise PluresError(f"the model {model!r} cannot be built: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(network, nn.Module):
+        raise PluresError(f"the model {model!r} must return a torch.nn.Module, but returned {type(network).__name__}")
+    return network
