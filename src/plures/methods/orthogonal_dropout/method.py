@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, call_with, logits_of
+from plures.calling import Arguments, call_with, copied, logits_of
 from plures.checks import one_of
 from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
@@ -264,7 +264,7 @@ class OrthogonalDropout(Ensemble):
 
     def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
         values = self._split.member(member)
-        return torch.cat([logits_of(call_with(network, values, self._places, batch)) for batch in batches])
+        return torch.cat([logits_of(call_with(network, values, self._places, copied(batch))) for batch in batches])
 
     # What a file holds
 
