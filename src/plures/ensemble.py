@@ -106,12 +106,7 @@ class Ensemble(Predictor, ABC):
         """Return the logits of all trained members, [members, batch, classes]."""
 
     def checkout(self, member: int) -> nn.Module:
-        """Return one trained member as a plain network of your own class, in eval mode.
-
-            network = ensemble.checkout(2)
-
-        Methods whose members live in one network have no plain member to return.
-        """
+        """Return one trained member as a plain network; methods whose members live in one network refuse."""
         raise PluresError(f"the members of {type(self).__name__} live in one network: none can be checked out")
 
     def engine(self, kind: str | None = None, *, memory: int | None = None, fold: bool = True) -> Predictor:

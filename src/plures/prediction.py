@@ -59,7 +59,7 @@ class Predictor(nn.Module):
 
             prediction = ensemble.predict(images, abstain_below=0.8)
             prediction.label, prediction.confidence, prediction.epistemic
-            ensemble.predict(images, members=[0, 2])
+            ensemble.predict(images, members=[0])  # the first member only
 
         - `inputs`: a tensor, a tuple of positional or a dict of named arguments of the network.
         - `batch_size`: the largest number of samples in the network at once.
