@@ -11,7 +11,7 @@ from plures.lab.compare.costs import Costs
 from plures.lab.compare.rows import Row, rows_of
 from plures.lab.paper.published import Published
 from plures.lab.recipes import Epochs, get_recipe
-from plures.lab.report.page import write_report
+from plures.lab.report import write_report
 from plures.lab.training.train import train
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 pytestmark = needed
 
 SECTIONS = [
-    *("table", "reliability", "members", "added", "agreement", "confidence"),
+    *("table", "reliability", "members", "agreement", "confidence"),
     *("uncertain", "mistakes", "training", "reproduce"),
 ]
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}

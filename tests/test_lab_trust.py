@@ -130,9 +130,9 @@ def test_the_report_shows_what_was_measured(runs: Path, tmp_path: Path, monkeypa
     assert "NaN" not in page
     for words in (
         "Under shift",
-        "Out-of-distribution images: digits",
+        "Entropy separates digits from the test images",
         "Abstaining",
-        "Accuracy falls: deter",
+        "accuracy falls: deter",
     ):
         assert words in page
 

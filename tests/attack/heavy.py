@@ -8,7 +8,7 @@ import plures
 import plures.lab.cli.main
 import plures.lab.compare.compare
 import plures.lab.evaluation.predict
-import plures.lab.report.page
+import plures.lab.report
 import plures.lab.runs.exported_run
 import plures.lab.serving.app
 import plures.lab.training.train

@@ -43,7 +43,7 @@ class Report:
         """Write the page, and print its path."""
         from plures.files import check_place
         from plures.lab.compare.rows import rows_of, with_sizes
-        from plures.lab.report.page import write_report
+        from plures.lab.report import write_report
 
         def tell(words: str) -> None:
             print(visible(words), file=sys.stderr, flush=True)

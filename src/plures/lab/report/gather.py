@@ -21,6 +21,7 @@ from plures import metrics
 from plures.lab.compare.rows import Row
 from plures.lab.data import DataSplit
 from plures.lab.evaluation.evaluate import engine_of, fastest, predictions
+from plures.lab.evaluation.trust import kept_trust
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
 from plures.metrics import CalibrationTable
@@ -48,38 +49,25 @@ class ShownImage:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
-    """The confidence of some predictions: the right ones, or the wrong ones."""
-
-    count: int
-    shares: tuple[float, ...]  # the fraction of these predictions in each bin of confidence
-    confidence: float | None  # their mean; None if there are none
-
-
-@dataclass(frozen=True, eq=False)
 class Detail:
-    """What the page shows of one run beyond its metrics.
-
-    detail = gather(row, data_dir=None, colour="#0072B2")
-    detail.added[-1], detail.uncertain[0].votes
-    """
+    """What the page shows of one run beyond its metrics."""
 
     name: str
     colour: str
-    seed: int
     metrics: Mapping[str, Any]  # as in metrics.json
+    trust: Mapping[str, Any]  # as in trust.json
     engine: str | None  # that predicted the test images; None for the ensemble itself
     alone: CalibrationTable  # of the members' predictions, each alone
     alone_ece: float  # of one member, on average
     together: CalibrationTable  # of the ensemble's predictions
     added: tuple[tuple[float, float], ...]  # accuracy and NLL of the first one, two, three... members
     same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same label
-    right: Answers
-    wrong: Answers
+    confidence: Tensor  # of each prediction
+    right: Tensor  # whether each prediction is right
     chance: float  # the accuracy of always giving the most frequent class
     uncertain: tuple[ShownImage, ...]
     mistakes: tuple[ShownImage, ...]
-    records: tuple[Mapping[str, Any], ...]  # of the log: one per epoch
+    records: Sequence[Mapping[str, Any]]  # of the log: one per epoch
 
     @property
     def members(self) -> int:
@@ -110,8 +98,8 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
     return Detail(
         name=row.name,
         colour=colour,
-        seed=run.recipe.seed,
         metrics=row.runs[0].metrics,
+        trust=kept_trust(run.path),
         engine=engine_of(predictor),
         alone=metrics.calibration_table(*pooled),
         alone_ece=statistics.fmean(metrics.ece(one, targets) for one in members),
@@ -121,22 +109,13 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
             for first in (members[: count + 1].mean(0) for count in range(len(members)))
         ),
         same_label=1 - metrics.disagreement(members).numpy(),
-        right=_answers(mean[right], targets[right]),
-        wrong=_answers(mean[~right], targets[~right]),
+        confidence=confidence,
+        right=right,
         chance=int(targets.bincount().max()) / len(targets),
         uncertain=tuple(map(shown, unsure[:SHOWN].tolist())),
         mistakes=tuple(map(shown, sure[~right[sure]][:SHOWN].tolist())),
-        records=with_accuracy(RunFolder(run.path).records()),
+        records=RunFolder(run.path).records(),
     )
-
-
-def with_accuracy(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the epochs with a known accuracy on validation images or, without these, on training images.
-
-    with_accuracy(RunFolder("runs/digits").records())
-    """
-    known = [tuple(one for one in records if one[key] is not None) for key in ("validation_accuracy", "train_accuracy")]
-    return known[0] or known[1]
 
 
 def _shown_image(test: DataSplit, members: Tensor, targets: Tensor, number: int) -> ShownImage:
@@ -161,11 +140,3 @@ def _data_address(pixels: npt.NDArray[np.uint8]) -> str:
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _answers(probabilities: Tensor, targets: Tensor) -> Answers:
-    if not len(targets):
-        return Answers(0, (), None)
-    table = metrics.calibration_table(probabilities, targets)
-    shares = table.count.double() / len(targets)
-    return Answers(len(targets), tuple(shares.tolist()), float((shares * table.confidence).sum()))
