@@ -17,7 +17,7 @@ from benchmarks import pages, size, speed
 from benchmarks.harness import RESNET18, TRANSFORMER, WIDE_RESNET, Ratio
 from benchmarks.speed import MethodCost
 from plures import files
-from plures.lab.timing import machine
+from plures.lab.costs import machine
 from plures.native import library
 
 Part = tuple[str, Callable[[], Iterable[Ratio | MethodCost]]]

@@ -4,16 +4,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
+from plures.lab.costs import Action, timed
 from plures.lab.models import resnet18, wide_resnet28_10
-from plures.lab.timing import Action, timed, training_step
+from plures.lab.training.loop import lay_out
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.stage import Stage
 
 CLASSES = 10
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,44 @@ def images(batch: int) -> tuple[Tensor, Tensor]:
     """Return random 32-pixel images and labels."""
     inputs = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return inputs, torch.arange(batch) % CLASSES
+
+
+def training_step(stage: Stage, images: Tensor, targets: Tensor, precision: str) -> Action:
+    """Return an action that trains a stage by one step of SGD with momentum."""
+    lay_out(stage, len(images), images.device, mixed=precision in DTYPES)
+    images = images.contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(stage.parameter_groups(weight_decay=5e-4), lr=1e-3, momentum=0.9, nesterov=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with _autocast(images, precision):
+            loss = stage(images, targets)
+        loss.backward()
+        optimizer.step()
+        _finish(images)
+
+    return step
+
+
+def prediction(function: Callable[[Tensor], Any], images: Tensor, precision: str = "no") -> Action:
+    """Return an action that predicts."""
+
+    def predict() -> None:
+        with torch.no_grad(), _autocast(images, precision):
+            function(images)
+        _finish(images)
+
+    return predict
+
+
+def _autocast(images: Tensor, precision: str) -> torch.autocast:
+    return torch.autocast(images.device.type, DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES)
+
+
+def _finish(tensor: Tensor) -> None:
+    """Wait until the device has finished: it only queues its work."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def first_step(ensemble: Ensemble, batch: int, precision: str) -> Action:

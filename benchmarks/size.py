@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import RESNET18, Ratio, Subject, finished, images, race
 from benchmarks.speed import MEMBERS, instructions
-from plures.lab.timing import Action
+from plures.lab.costs import Action
 from plures.storage import load, save
 
 MEMORY_BARS = {"kernel": 1.3, "weight": 2.2}

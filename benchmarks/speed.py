@@ -10,13 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.harness import RESNET18, Ratio, Subject, finished, first_step, images, race
+from benchmarks.harness import (
+    DTYPES,
+    RESNET18,
+    Ratio,
+    Subject,
+    finished,
+    first_step,
+    images,
+    prediction,
+    race,
+    training_step,
+)
 from plures.ensemble import Ensemble
-from plures.lab.compare.costs import file_size
+from plures.lab.costs import Action, file_size, timed
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.models import resnet8
-from plures.lab.timing import DTYPES, Action, prediction, timed, training_step
 from plures.lab.training.distributed import resolve
 from plures.lab.training.loop import lay_out
 from plures.methods.deterministic import Deterministic

@@ -20,7 +20,7 @@ settings.load_profile("test")
 def _quick_costs() -> Iterator[None]:
     """Measure the costs of runs once, not in nine rounds: no test judges them."""
     with pytest.MonkeyPatch.context() as patch:
-        if costs := sys.modules.get("plures.lab.compare.costs"):
+        if costs := sys.modules.get("plures.lab.costs"):
             patch.setattr(costs, "ROUNDS", 1)
             patch.setattr(costs, "SHORTEST", 0.0)
         yield

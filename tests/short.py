@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plures.lab.cli.main import main
-from plures.lab.compare.jobs import Job
-from plures.lab.compare.processes import run_all
-from plures.lab.compare.progress import RunsDisplay
+from plures.lab.compare import Job
+from plures.lab.compare.processes import RunsDisplay, Start, run_all
 from plures.lab.recipes import Epochs, get_recipe
 
 SHORT = replace(
@@ -41,27 +40,22 @@ class Done:
         pass
 
 
-class InThisProcess:
-    """Executes commands in this process, where torch is loaded already: for tests of what comes of them."""
-
-    at_once = 1
-
-    def start(self, words: Sequence[str], output: Path) -> Done:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main(list(words))
-        with output.open("a") as file:
-            file.write(said.getvalue())
-        return Done(code)
+def start_in_this_process(words: Sequence[str], output: Path, _place: int = 0) -> Done:
+    """Execute a command in this process, where torch is loaded already: for tests of what comes of it."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(list(words))
+    output.write_text(said.getvalue())
+    return Done(code)
 
 
 @contextmanager
-def launcher_here(*_: object) -> Iterator[InThisProcess]:
+def launcher_here(*_: object) -> Iterator[tuple[Start, int]]:
     """Take the place of the launcher that a comparison would open."""
-    yield InThisProcess()
+    yield start_in_this_process, 1
 
 
 def make(*jobs: Job) -> None:
     """Train runs in this process."""
-    failures = run_all(jobs, InThisProcess(), None, RunsDisplay(len(jobs)))
+    failures = run_all(jobs, start_in_this_process, 1, None, RunsDisplay(len(jobs)))
     assert not failures, failures

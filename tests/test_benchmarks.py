@@ -12,9 +12,9 @@ from torch import nn
 from benchmarks import __main__ as benchmarks
 from benchmarks import pages, size, speed
 from benchmarks.harness import CLASSES, Ratio, Subject, race
+from plures.lab.costs import timed
 from plures.lab.method_names import kebab
 from plures.lab.models import resnet8
-from plures.lab.timing import timed
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.native import library
 

@@ -16,8 +16,8 @@ import plures
 import short
 import store
 import tables
-from plures.lab.compare.costs import Costs
-from plures.lab.compare.jobs import Job, Variant
+from plures.lab.compare import Job, Variant
+from plures.lab.costs import Costs
 from plures.lab.recipes import RECIPES, Epochs, get_recipe
 from plures.lab.runs.open import data_for, ensemble_for, network_for
 

@@ -23,7 +23,7 @@ from plures import PluresError
 from plures.errors import visible
 from plures.lab import recipes
 from plures.lab.cli.main import commands, main
-from plures.lab.compare.jobs import Comparison, Variant
+from plures.lab.compare import Comparison, Variant
 from plures.lab.evaluation.evaluate import engine_of, fastest
 from plures.lab.method_names import METHOD_NAMES, kebab, method_class, method_options
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe

@@ -15,12 +15,12 @@ from plures.errors import PluresError
 from plures.lab import terminal
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
+from plures.lab.compare import Comparison, Job, Variant, variants
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
-from plures.lab.compare.costs import relative
-from plures.lab.compare.jobs import Comparison, Job, Variant, variants
 from plures.lab.compare.rows import Finished, published, rows_of
 from plures.lab.compare.table import as_csv, columns, markdown
+from plures.lab.costs import relative
 from plures.lab.data import DataSplit
 from plures.lab.evaluation import evaluate as evaluation
 from plures.lab.models import build

@@ -13,9 +13,9 @@ from torch import nn
 import plures
 from plures import PluresError
 from plures.lab.cli.main import main
-from plures.lab.compare.costs import kept_costs
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
+from plures.lab.costs import kept_costs
 from plures.lab.evaluation.trust import CONSTANTS, as_metrics, kept_trust
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run, with_weights

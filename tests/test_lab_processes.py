@@ -18,11 +18,10 @@ from rich.console import Console
 from forked import start, told_to
 from plures.errors import PluresError
 from plures.lab.cli.main import main
-from plures.lab.compare.jobs import Job, Variant
-from plures.lab.compare.processes import Here, OnRay, is_done, run_all
-from plures.lab.compare.progress import OUTPUT, Attempt, RunsDisplay
+from plures.lab.compare import Job, Variant
+from plures.lab.compare.processes import OUTPUT, RunsDisplay, is_done, on_ray, run_all, start_here
 from plures.lab.runs.folder import RunFolder
-from short import SHORT, SHORT_WORDS, Done, make
+from short import SHORT, SHORT_WORDS, make
 
 SETS_OUT = "a herd sets out"
 MINE = f"""
@@ -91,7 +90,7 @@ class Heard(RunsDisplay):
 
     most = 0
 
-    def show(self, running: Sequence[Attempt]) -> None:
+    def show(self, running: Sequence[Job]) -> None:
         self.most = max(self.most, len(running))
 
     def ended(self, job: Job, reason: str | None) -> None:
@@ -135,7 +134,7 @@ def a_signal(number: signal.Signals, ready: Callable[[], bool]) -> Iterator[None
 def test_as_many_runs_are_trained_at_a_time_as_asked_for(tmp_path: Path, at_once: int) -> None:
     jobs = [job(tmp_path, f"run{number}") for number in range(4)]
     heard = Heard(len(jobs))
-    assert run_all(jobs, Here(at_once), None, heard) == {}
+    assert run_all(jobs, start_here, at_once, None, heard) == {}
     assert all(map(is_done, jobs))
     assert heard.most <= at_once
 
@@ -146,7 +145,7 @@ def test_as_many_runs_are_trained_at_a_time_as_asked_for(tmp_path: Path, at_once
 def test_who_ends_a_comparison_ends_its_runs(tmp_path: Path, number: signal.Signals, name: str) -> None:
     run = RunFolder(tmp_path / name / "seed-0")
     with a_signal(number, (run.path / "ready").exists), pytest.raises((KeyboardInterrupt, SystemExit)) as end:
-        run_all([job(tmp_path, name)], Here(1), None, Heard(1))
+        run_all([job(tmp_path, name)], start_here, 1, None, Heard(1))
     assert getattr(end.value, "code", 130) == 128 + number
     with run.locked(wait=name == "children"):  # nobody is at work there any more
         pass
@@ -156,7 +155,7 @@ def test_who_ends_a_comparison_ends_its_runs(tmp_path: Path, number: signal.Sign
 def test_a_folder_that_cannot_be_made_fails_its_own_run_only(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     taken, free = job(tmp_path, "taken"), job(tmp_path, "free")
-    failures = run_all([taken, free], Here(2), None, Heard(1))
+    failures = run_all([taken, free], start_here, 2, None, Heard(1))
     assert list(failures) == [taken.run]
     assert failures[taken.run].startswith("cannot work in ")
     assert is_done(free)
@@ -246,7 +245,7 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence(monkeypatch: pytest.M
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))
     with pytest.raises(PluresError, match=r"^Ray did not start in half a minute: the machine may be too busy; try"):
-        OnRay(1)
+        on_ray(1)
 
 
 @pytest.mark.parametrize("width", [60, 200])
@@ -255,7 +254,7 @@ def test_the_live_list_shows_the_last_line_of_each_run_however_narrow_the_termin
     long.run.mkdir()
     (long.run / OUTPUT).write_text("before\n" + "member 0 train  epoch 3/30  loss 0.123 " * 4 + "\n")
     display = RunsDisplay(2)
-    display.show([Attempt(long, Done(0), offset=7), Attempt(job(tmp_path, "new"), Done(0), offset=0)])
+    display.show([long, job(tmp_path, "new")])
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(display.lines())
     shown = "".join(console.file.getvalue().split())  # type: ignore[attr-defined]

@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 
 from plures import PluresError
+from plures.lab import costs
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
-from plures.lab.compare import costs
 from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
 from plures.lab.method_names import LOOKS, METHOD_NAMES, looks_of, method_class, takes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import store
 from plures import files
-from plures.lab.compare.jobs import Comparison, Job, Variant
+from plures.lab.compare import Comparison, Job, Variant
 
 SPLIT = "orthogonal-dropout"
 SCALED = "fixed, one learned scale per member"

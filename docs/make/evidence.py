@@ -26,9 +26,8 @@ import torch
 import classifiers
 import store
 from plures.errors import PluresError
-from plures.lab.compare import table
+from plures.lab.compare import Comparison, Job, Variant, table, unique
 from plures.lab.compare.compare import make_runs
-from plures.lab.compare.jobs import Comparison, Job, Variant, unique
 from plures.lab.compare.processes import is_done
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.paper.published import TABLE1, paper_data

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import plures
 from plures import metrics
-from plures.lab.timing import machine
+from plures.lab.costs import machine
 from scaled import scaled
 
 EPOCHS = (1, 5, 20)

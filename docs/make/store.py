@@ -17,11 +17,11 @@ from torch import nn
 from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.compare import costs, table
+from plures.lab import costs
+from plures.lab.compare import Job, table
 from plures.lab.compare.compare import refuse_others
-from plures.lab.compare.costs import Costs
-from plures.lab.compare.jobs import Job
 from plures.lab.compare.rows import Finished
+from plures.lab.costs import Costs, machine
 from plures.lab.data import DataInfo, DataSplit
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import method_class, method_options
@@ -29,7 +29,6 @@ from plures.lab.recipes import Recipe, get_recipe
 from plures.lab.runs.config import differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, data_for, described, ensemble_for, network_for, open_run
-from plures.lab.timing import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
 Images = Literal["metrics", "held_out"]  # of the test, or neither trained nor tested on

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import plures
 from plures import metrics
-from plures.lab.timing import machine
+from plures.lab.costs import machine
 
 PACKAGES = ("asyncio", "ctypes", "email", "http", "logging", "multiprocessing", "tkinter", "unittest")
 WORDS, LENGTH, WIDTH = 3000, 40, 64  # of the vocabulary, of a text, of an embedding

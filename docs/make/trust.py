@@ -15,11 +15,11 @@ from typing import Any
 
 import trust_sentences as say
 from plures.lab.compare.rows import Finished, Row, rows_of
+from plures.lab.costs import machine
 from plures.lab.evaluation.trust import measured_trust
 from plures.lab.method_names import place_of
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
-from plures.lab.timing import machine
 from trust_figures import Found, draw
 from trust_sentences import listed, scores
 

@@ -68,7 +68,7 @@ class Compare:
 
     def __call__(self) -> int:
         """Train the missing runs, and show the table."""
-        from plures.lab.compare.jobs import Comparison, variants
+        from plures.lab.compare import Comparison, variants
 
         if self.seeds < 1:
             raise PluresError(f"--seeds {self.seeds}: at least one is needed")

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from plures.lab.cli.compare import tell_failures
 from plures.lab.cli.shared import DataDir, Switch, print_json
 
 if TYPE_CHECKING:  # --help answers without torch
-    from plures.lab.compare.jobs import Comparison
+    from plures.lab.compare import Comparison
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,19 @@ class Reproduce:
     def _plan(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab import terminal
         from plures.lab.compare.compare import planned
-        from plures.lab.compare.table import plan_table
         from plures.lab.recipes import RECIPES
 
         lines = [line for comparison in comparisons for line in planned(comparison, self.runs)]
         if self.json:
-            print_json({"target": self.target, "scale": self.scale, "plan": [asdict(line) for line in lines]})
+            print_json({"target": self.target, "scale": self.scale, "plan": lines})
         else:
             about = [f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons]
-            terminal.show(plan_table(f"{self.target} at the scale {self.scale}", lines), *about)
+            keys = ("runs", "done", "stages", "epochs")
+            rows = [[line["recipe"], line["variant"], *(f"{line[key]:,}" for key in keys)] for line in lines]
+            rows.append(["total", "", *(f"{sum(line[key] for line in lines):,}" for key in keys)])
+            headings = ["recipe", "method", "runs", "done", "stages to train", "epochs to train"]
+            title = f"{self.target} at the scale {self.scale}"
+            terminal.show(terminal.table(title, headings, rows, words=["recipe", "method"]), *about)
         return 0
 
     def _make(self, comparisons: "Sequence[Comparison]") -> int:

@@ -2,16 +2,15 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from plures.errors import PluresError
-from plures.lab.compare.jobs import Comparison, Job, unique
-from plures.lab.compare.processes import is_done, launcher_for, run_all
-from plures.lab.compare.progress import RunsDisplay
+from plures.lab.compare import Comparison, Job, unique
+from plures.lab.compare.processes import RunsDisplay, is_done, launcher_for, run_all
 from plures.lab.compare.rows import Finished, Row, make_rows, with_trust
 from plures.lab.method_names import method_class
 from plures.lab.recipes import Epochs, Recipe
@@ -67,34 +66,23 @@ def make_runs(jobs: Sequence[Job], at_once: int | None, data_dir: Path | None, o
     )
     if not missing:
         return {}
-    with launcher_for(on, at_once) as launcher, RunsDisplay(len(missing)) as display:
-        return run_all(missing, launcher, data_dir, display)
+    with launcher_for(on, at_once) as (start, count), RunsDisplay(len(missing)) as display:
+        return run_all(missing, start, count, data_dir, display)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The runs of one variant: how many there are, how many are done, and the work of those that are missing."""
-
-    recipe: str
-    variant: str
-    runs: int
-    done: int
-    stages: int
-    epochs: int
-
-
-def planned(comparison: Comparison, runs: Path) -> Iterator[Planned]:
-    """Count the runs, stages and epochs of a comparison; nothing is trained or measured."""
+def planned(comparison: Comparison, runs: Path) -> list[dict[str, Any]]:
+    """Count the runs, stages and epochs of each variant; nothing is trained or measured."""
     jobs = comparison.jobs(runs)
+    lines = []
     for variant in comparison.variants:
         own = [job for job in jobs if job.variant == variant]
         missing = sum(not is_done(job) for job in own)
         recipe = own[0].recipe
         phases = _phases(variant.method, variant.settings, recipe.members)
-        epochs = sum(map(recipe.epochs.of, phases))
-        yield Planned(
-            comparison.name, variant.name, len(own), len(own) - missing, len(phases) * missing, epochs * missing
-        )
+        counts = {"runs": len(own), "done": len(own) - missing, "stages": len(phases) * missing}
+        epochs = sum(map(recipe.epochs.of, phases)) * missing
+        lines.append({"recipe": comparison.name, "variant": variant.name, **counts, "epochs": epochs})
+    return lines
 
 
 @cache

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError, visible
-from plures.lab.compare.costs import Costs, kept_costs, size_of
+from plures.lab.costs import Costs, kept_costs, size_of
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
 from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members

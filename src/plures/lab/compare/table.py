@@ -5,22 +5,21 @@ import io
 import json
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from plures import files
 from plures.errors import PluresError, visible
 from plures.lab import terminal
-from plures.lab.compare.compare import Planned
 from plures.lab.compare.rows import EFFICIENT, Row
+from plures.lab.costs import machine
 from plures.lab.paper.published import Published
-from plures.lab.timing import machine
 from plures.lab.training.progress import duration
 
 # What the CSV and the JSON file hold of each run. The table shows `columns`.
@@ -155,7 +154,6 @@ def write(
 
     `about` has the command, the seeds and the machine.
     """
-    writable(folder)
     contents = {
         "json": json.dumps(document(rows, about), indent=2, allow_nan=False) + "\n",
         "md": markdown(rows, columns, about),
@@ -212,20 +210,14 @@ def legend(rows: Sequence[Row], *, bold: bool = True) -> str:
 def about(rows: Sequence[Row]) -> dict[str, str]:
     """Return the command, the training time and the machine of a comparison."""
     seconds = sum(sum(row.values("seconds")) for row in rows)
+    found = {row.name: dict.fromkeys(filter(None, (run.metrics.get("engine") for run in row.runs))) for row in rows}
+    engines = [f"{name}: {', '.join(own)}" for name, own in found.items() if own]
     return {
         "command": shlex.join(["plures", *sys.argv[1:]]),
         "training time of all runs, one core each": duration(seconds),
-        **engines(rows),
+        **({"predicted by the engine": "; ".join(engines)} if engines else {}),
         "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
     }
-
-
-def engines(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the engines that predicted the test images."""
-    named = {row.name: dict.fromkeys(run.metrics.get("engine") for run in row.runs) for row in rows}
-    found = {name: ", ".join(engine for engine in one if engine) for name, one in named.items()}
-    said = "; ".join(f"{name}: {one}" for name, one in found.items() if one)
-    return {"predicted by the engine": said} if said else {}
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -246,46 +238,28 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str) -> None:
-    """Print a comparison with its legend, and no more columns than the terminal has room for."""
+    """Print a comparison with its legend: in a narrow terminal titles are wrapped, then columns left out."""
     console = terminal.console()
-    made = table(title, rows, columns, console.width)
-    left_out = [column.title for column in columns[len(made.columns) - 1 :]]
+    endless = console.options.update(max_width=10_000)
+    made, left_out = table(title, rows, columns), []
+    for count in range(len(columns), 0, -1):
+        if Measurement.get(console, endless, made).maximum <= console.width:
+            break
+        made, left_out = table(title, rows, columns[:count], narrow=True), [one.title for one in columns[count:]]
     narrow = [f"not shown: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
     terminal.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
 
 
-def table(title: str, rows: Sequence[Row], columns: Sequence[Column], width: int) -> Table:
-    """Return a table that fits a terminal: titles are wrapped, then columns left out; numbers are never broken."""
-    titles = [column.title for column in columns]
-    if _width(rows, columns, titles) > width:
-        titles = [textwrap.fill(one.title, _narrowest(one, rows), break_long_words=False) for one in columns]
-    count = len(columns)
-    while count > 1 and _width(rows, columns[:count], titles[:count]) > width:
-        count -= 1
-    made = terminal.table(title, ["method", *titles[:count]], [], words=["method"])
+def table(title: str, rows: Sequence[Row], columns: Sequence[Column], *, narrow: bool = False) -> Table:
+    """Return a table for a terminal; a `narrow` one wraps titles, and never numbers."""
+    made = terminal.table(title, ["method", *(column.title for column in columns)], [], words=["method"])
+    for shown, column in zip(made.columns[1:], columns, strict=True):
+        unbroken = [*column.title.split(), *(column.cell(row) for row in rows if row.runs)]
+        shown.width = max(map(len, unbroken)) if narrow else None
     for row in rows:
-        if row.runs:
-            cells = [Text(one.cell(row), "bold" if one.stressed(rows) is row else "") for one in columns[:count]]
-        else:
-            cells = [Text("failed", "red"), *(Text("") for _ in columns[1:count])]
-        made.add_row(Text(visible(row.name)), *cells)
+        cells = [Text(one.cell(row), "bold" if one.stressed(rows) is row else "") for one in columns]
+        made.add_row(Text(visible(row.name)), *(cells if row.runs else [Text("failed", "red")]))
     return made
-
-
-def _width(rows: Sequence[Row], columns: Sequence[Column], titles: Sequence[str]) -> int:
-    """Return the width of a table with these titles."""
-    widths = [max(map(len, [*t.splitlines(), *_cells(one, rows)])) for one, t in zip(columns, titles, strict=True)]
-    first = max(len(name) for name in ("method", *(row.name for row in rows)))
-    return first + sum(terminal.BETWEEN + width for width in widths)
-
-
-def _narrowest(column: Column, rows: Sequence[Row]) -> int:
-    """Return the width below which a number, or a word of the title, would be broken."""
-    return max(map(len, [*column.title.split(), *_cells(column, rows)]))
-
-
-def _cells(column: Column, rows: Sequence[Row]) -> list[str]:
-    return [column.cell(row) for row in rows if row.runs]
 
 
 def _as_json(row: Row) -> dict[str, Any]:
@@ -301,12 +275,3 @@ def _as_json(row: Row) -> dict[str, Any]:
         "paper": asdict(row.paper) if row.paper else None,
         "failures": list(row.failures),
     }
-
-
-def plan_table(title: str, lines: Sequence[Planned]) -> Table:
-    """Return the plan of experiments as a table, with its sums."""
-    keys = ("runs", "done", "stages", "epochs")
-    rows = [[one.recipe, one.variant, *(f"{getattr(one, key):,}" for key in keys)] for one in lines]
-    rows.append(["total", "", *(f"{sum(getattr(one, key) for one in lines):,}" for key in keys)])
-    headings = ["recipe", "method", "runs", "done", "stages to train", "epochs to train"]
-    return terminal.table(title, headings, rows, words=["recipe", "method"])

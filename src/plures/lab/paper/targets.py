@@ -7,7 +7,7 @@ from typing import Literal
 
 from plures.checks import unknown
 from plures.errors import PluresError
-from plures.lab.compare.jobs import Comparison, Variant
+from plures.lab.compare import Comparison, Variant
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
 from plures.lab.evaluation.evaluate import predictions, scores

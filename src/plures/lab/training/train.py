@@ -14,7 +14,7 @@ from torch import nn
 from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.compare.costs import costs_of, epochs_of
+from plures.lab.costs import costs_of, epochs_of
 from plures.lab.data import Data
 from plures.lab.data.sources import expanded, local_path
 from plures.lab.evaluation.evaluate import evaluate, fastest

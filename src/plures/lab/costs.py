@@ -1,7 +1,10 @@
-"""The cost of finished runs relative to one network."""
+"""The cost of runs relative to one network: files and times, and the machine that measured them."""
 
+import os
+import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,13 @@ from plures.lab.data import DataInfo
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import device_for, read_run
 from plures.lab.runs.schemas import Number, read_object
-from plures.lab.timing import Action, one_thread, prediction, timed
 from plures.methods.deterministic import Deterministic
 from plures.prediction import Predictor
 from plures.storage import save
+from plures.version import __version__
+
+Action = Callable[[], object]
+Clock = Callable[[], float]
 
 ROUNDS = 9
 SHORTEST = 0.02  # seconds: an action that takes less is repeated, because clocks are coarse
@@ -45,10 +51,7 @@ def kept_costs(folder: Path) -> Costs | None:
 
 
 def size_of(folder: Path, *, trust_code: bool = False) -> Costs:
-    """Return the size of a finished run relative to one network, without timing anything.
-
-    size_of(Path("runs/digits-orthogonal-dropout-seed0")).size  # 1.09
-    """
+    """Return the size of a finished run relative to one network, without timing anything."""
     run = read_run(folder, trust_code=trust_code)
     return Costs(RunFolder(folder).ensemble.stat().st_size / file_size(Deterministic(run.network())))
 
@@ -61,8 +64,16 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
     single = Deterministic(network).to(device)
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
-    asked, plain = (prediction(one.predict, inputs) for one in (predictor, single))
-    return Costs(file_size(ensemble) / file_size(single), relative(asked, plain), epochs)
+
+    def predicting(asked: Predictor) -> Action:
+        def predict() -> None:
+            asked.predict(inputs)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()  # it only queues its work
+
+        return predict
+
+    return Costs(file_size(ensemble) / file_size(single), relative(predicting(predictor), predicting(single)), epochs)
 
 
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
@@ -83,13 +94,39 @@ def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
 def relative(action: Action, baseline: Action) -> float:
     """Return the time of an action divided by that of another, on one thread, each the shortest of several rounds.
 
-        relative(lambda: ensemble.predict(images), lambda: network(images))
-
-    The shortest, not the median: other processes make some rounds longer, and none shorter.
+    The shortest, not the median: other processes make some rounds longer, and none shorter. On a CPU only the time of
+    this process counts.
     """
-    with one_thread() as clock:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        clock = time.perf_counter if torch.accelerator.is_available() else time.process_time
         own, other = timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
+    finally:
+        torch.set_num_threads(before)
     return min(own) / min(other)
+
+
+def timed(actions: Sequence[Action], rounds: int, *, clock: Clock, shortest: float = 0.0) -> list[list[float]]:
+    """Return the seconds of actions that run in turn, one figure per action and round: a busy machine slows all alike.
+
+    An action that takes less than `shortest` seconds is repeated within its round: clocks are coarse.
+    """
+    for action in dict.fromkeys(actions):
+        action()  # to warm up
+    times = [max(1, round(shortest / max(_seconds(one, 1, clock), 1e-6))) if shortest else 1 for one in actions]
+    found: list[list[float]] = [[] for _ in actions]
+    for _ in range(rounds):
+        for action, count, own in zip(actions, times, found, strict=True):
+            own.append(_seconds(action, count, clock))
+    return found
+
+
+def _seconds(action: Action, count: int, clock: Clock) -> float:
+    start = clock()
+    for _ in range(count):
+        action()
+    return (clock() - start) / count
 
 
 def file_size(ensemble: Ensemble) -> int:
@@ -105,3 +142,23 @@ def file_size(ensemble: Ensemble) -> int:
         ) from error
     finally:
         ensemble.calibration = learned
+
+
+def machine() -> dict[str, str | int]:
+    """Return the processor and the versions that measure.
+
+    >>> machine()["plures"] == plures.__version__
+    True
+    """
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "plures": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": next(models, platform.processor() or "unknown"),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count() or 1,
+    }
