@@ -139,7 +139,7 @@ def test_names_that_the_system_refuses(tmp_path) -> None:
     for use in (lambda path: plures.load(path, nn.Linear(1, 1)), open_run, plures.from_hub):
         with pytest.raises(PluresError, match="File name too long"):
             use(tmp_path / ("x" * 300))
-    with pytest.raises(PluresError, match="there is no such folder"):
+    with pytest.raises(PluresError, match="there is no folder of this name"):
         plures.from_hub("x" * 300)
 
 
