@@ -623,23 +623,6 @@ def test_flip_mirrors_half_of_the_images():
     assert 150 < int(mirrored.sum()) < 250
 
 
-def test_resized_crops_are_parts_of_the_image():
-    ramp = torch.arange(32.0).expand(1, 32, 32)
-    images = torch.stack([torch.cat([ramp, ramp.mT])] * 300)  # first channel grows to the right, second one downwards
-    changed = Augment(resized_crop=(0.25, 1.0))(images, 16, generator())
-    assert changed.shape == (300, 2, 16, 16)
-    width, height = changed[:, 0].diff(dim=2).mean((1, 2)) / 2, changed[:, 1].diff(dim=1).mean((1, 2)) / 2
-    area = width * height
-    assert 0.24 < area.min() < 0.4
-    assert 0.85 < area.max() < 1.01
-    assert changed.min() >= 0
-    assert changed.max() <= 31
-    assert changed[:, 0].std(dim=1).max() < 1e-4  # columns stay upright
-    flipped = Augment(resized_crop=(0.25, 1.0), flip=True)(images, 16, generator())
-    falling = flipped[:, 0].diff(dim=2).mean((1, 2)) < 0
-    assert 100 < int(falling.sum()) < 200
-
-
 def test_larger_cache_is_cut_to_the_middle_or_at_random(bugs):
     data = open_data("bugs", data_dir=bugs, size=4, cache_size=8, validation=0)
     assert data.train.images.shape == (40, 8, 8, 3)
@@ -651,12 +634,9 @@ def test_larger_cache_is_cut_to_the_middle_or_at_random(bugs):
     assert not torch.equal(cropped, images)
 
 
-@pytest.mark.parametrize(
-    "options", [{"crop": -1}, {"resized_crop": (0.5, 0.2)}, {"crop": 2, "resized_crop": (0.5, 1.0)}]
-)
-def test_augmentation_that_makes_no_sense(options):
-    with pytest.raises(PluresError):
-        Augment(**options)
+def test_augmentation_that_makes_no_sense():
+    with pytest.raises(PluresError, match="crop"):
+        Augment(crop=-1)
 
 
 # --- single images --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class StageLoop:
         self.processes = processes
         self.epochs = recipe.epochs.of(step.phase)
         self.batch_size = processes.batch_size(recipe)
-        self.augment = Augment(crop=recipe.crop, flip=recipe.flip, resized_crop=recipe.resized_crop)
+        self.augment = Augment(crop=recipe.crop, flip=recipe.flip)
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
         self.steps = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
