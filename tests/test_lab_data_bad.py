@@ -74,7 +74,7 @@ def named(names):
 TABLES = {
     "label 2**40": ({"labels": [0, 2**40]}, "label 1099511627776"),
     "nested labels": ({"labels": [[0], [1]]}, "list<"),
-    "nested labels with names": ({"labels": [[0], [1]], "metadata": named(["a", "b"])}, "label [0]"),
+    "nested labels with names": ({"labels": [[0], [1]], "metadata": named(["a", "b"])}, "list<"),
     "labels that are tables": ({"labels": [{"a": 1}, {"a": 2}]}, "struct<"),
     "no labels": ({"labels": pa.nulls(2)}, "label None"),
     "labels of bytes": ({"labels": [b"a", b"b"]}, "not one of the 0 classes"),

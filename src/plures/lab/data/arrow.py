@@ -1,7 +1,7 @@
 """Images in Arrow tables with the columns of Hugging Face `datasets`: Parquet files and data sets of the hub."""
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,9 @@ MOST_CLASSES = 100_000  # bounds the memory that a wrong label costs; ImageNet-2
 
 @dataclass(frozen=True)
 class ArrowTable:
-    """A table that is read piece by piece.
+    """A table that is read piece by piece; `origin` is its name in error messages.
 
-        ArrowTable(origin="birds/train.parquet", schema=schema, rows=900, read=lambda columns: iter(batches))
-
-    `read` takes column names and yields record batches or tables. `origin` is the table's name in error messages.
+    `read` takes column names and yields record batches or tables.
     """
 
     origin: str
@@ -46,11 +44,19 @@ class ArrowTable:
             f"{self.origin} has the columns {', '.join(names)}, but needs one called {' or '.join(accepted)}"
         )
 
+    def label_column(self) -> str:
+        """Return the name of the label column."""
+        name = self.column_called(LABEL_COLUMNS)
+        kind = self.schema.field(name).type
+        if pa.types.is_nested(kind):
+            raise PluresError(f"the column {name!r} of {self.origin} holds {kind}, but labels are integers or strings")
+        return name
+
     def class_names(self) -> list[str] | None:
         """Return the class names that the Hugging Face metadata give to the label column, or None."""
         try:
             found = json.loads((self.schema.metadata or {}).get(b"huggingface", b"{}"))
-            for key in ("info", "features", self.column_called(LABEL_COLUMNS)):
+            for key in ("info", "features", self.label_column()):
                 found = found.get(key) or {}
             names = msgspec.convert(found.get("names"), list[str | int | float] | None)
         except (ValueError, RecursionError, AttributeError, msgspec.ValidationError) as error:
@@ -77,61 +83,48 @@ class ArrowTable:
         if rows != self.rows:
             raise PluresError(f"{self.origin} is damaged ({rows:,} rows instead of {self.rows:,}): copy it again")
 
-    def labels(self) -> Iterator[Hashable]:
-        """Yield the label column unchanged."""
-        column = self.column_called(LABEL_COLUMNS)
-        for (value,) in self.cells(column):
-            if not isinstance(value, Hashable):
-                raise PluresError(
-                    f"the column {column!r} of {self.origin} holds {self.schema.field(column).type}, "
-                    "but labels must be integers or strings"
-                )
-            yield value
-
 
 def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
-    """Find the classes and images of tables.
-
-        arrow_contents({"train": [table], "test": [table]})
+    """Return the classes and images of tables.
 
     Class names come from the Hugging Face metadata. Without them, strings are classes in alphabetical order, and
     integers are their own names.
     """
     tables = [table for part in splits.values() for table in part]
     named = {table.origin: names for table in tables if (names := table.class_names()) is not None}
-    (first, names), *others = named.items() or [("", [])]
-    for other, its_names in others:
-        if its_names != names:
-            raise PluresError(f"{first} and {other} have different class names: write both with the same classes")
-    codes: dict[Any, int] = {}  # from a label of the tables to the index of its class
-    if not named:
-        values = {value for table in tables for value in table.labels()}
-        names = sorted(value for value in values if isinstance(value, str))
-        codes = {word: index for index, word in enumerate(names)}
-        largest = -1 if names else max((value for value in values if isinstance(value, int)), default=-1)
+    words: list[str] = []
+    if named:
+        (first, names), *others = named.items()
+        for other, its_names in others:
+            if its_names != names:
+                raise PluresError(f"{first} and {other} have different class names: write both with the same classes")
+    else:
+        values = {value for table in tables for (value,) in table.cells(table.label_column())}
+        words = sorted(value for value in values if isinstance(value, str))
+        largest = max((value for value in values if isinstance(value, int)), default=-1)
         if largest >= MOST_CLASSES:
             raise PluresError(
                 f"{tables[0].origin} has the label {largest}, but labels are integers from 0 to {MOST_CLASSES - 1:,}: "
                 "number the classes 0, 1, 2 and so on"
             )
-        names = names or [str(index) for index in range(largest + 1)]
-    codes = codes or {index: index for index in range(len(names))}
+        names = words or [str(index) for index in range(largest + 1)]
+    codes = {label: index for index, label in enumerate(words or range(len(names)))}
 
     def images(part: Sequence[ArrowTable]) -> Images:
         return Images(sum(table.rows for table in part), lambda: _encoded_images(part, codes))
 
-    return Contents(names, {split: images(part) for split, part in splits.items()})
+    return names, {split: images(part) for split, part in splits.items()}
 
 
 def parquet_table(file: Path) -> ArrowTable:
-    """Open a Parquet file.
-
-    parquet_table(Path("birds/train.parquet")).rows
-    """
+    """Open a Parquet file."""
     try:
         with pq.ParquetFile(ordinary(file)) as parquet:
-            schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
-            at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // _largest_cell(parquet.metadata)))
+            schema, metadata = parquet.schema_arrow, parquet.metadata
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
+            # No cell is larger than its column in a group of rows.
+            largest = max([1, *(int(column.total_uncompressed_size) for column in columns)])
     except PluresError:
         raise
     except Exception as error:  # as above
@@ -139,29 +132,22 @@ def parquet_table(file: Path) -> ArrowTable:
 
     def read(columns: list[str]) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(file) as parquet:
+            at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // largest))
             yield from parquet.iter_batches(batch_size=at_once, columns=columns)
 
-    return ArrowTable(str(file), schema, rows, read)
-
-
-def _largest_cell(metadata: pq.FileMetaData) -> int:
-    """Return a bound on the bytes of one cell: no cell is larger than its column in a group of rows."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
-    return max([1, *(int(column.total_uncompressed_size) for column in columns)])
+    return ArrowTable(str(file), schema, metadata.num_rows, read)
 
 
 def _encoded_images(tables: Sequence[ArrowTable], codes: Mapping[Any, int]) -> Iterator[EncodedImage]:
     for table in tables:
-        columns = table.column_called(IMAGE_COLUMNS), table.column_called(LABEL_COLUMNS)
-        for row, (cell, value) in enumerate(table.cells(*columns)):
+        cells = table.cells(table.column_called(IMAGE_COLUMNS), table.label_column())
+        for row, (cell, label) in enumerate(cells):
             origin = f"row {row} of {table.origin}"
-            code = codes.get(value) if isinstance(value, Hashable) else None
-            if code is None:
+            if label not in codes:
                 raise PluresError(
-                    f"{origin} has the label {value!r}, which is not one of the {len(codes)} classes: remove the row"
+                    f"{origin} has the label {label!r}, which is not one of the {len(codes)} classes: remove the row"
                 )
-            yield EncodedImage(_encoded(cell, origin), code, origin)
+            yield EncodedImage(_encoded(cell, origin), codes[label], origin)
 
 
 def _encoded(cell: object, origin: str) -> bytes:
@@ -180,8 +166,5 @@ def _encoded(cell: object, origin: str) -> bytes:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message, for use in a sentence.
-
-    first_line(OSError("no such file.\\nTry again."))  # "no such file"
-    """
+    """Return the first line of an error message, for use in a sentence."""
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -8,9 +8,8 @@ import io
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,59 +36,21 @@ class TooLarge(PluresError):  # noqa: N818 (the name says it)
 
 
 class EncodedImage(NamedTuple):
-    """One labelled image, still encoded.
-
-        EncodedImage(encoded=file.read_bytes(), label=3, origin="birds/train/wren/07.jpg")
-
-    `origin` is the image's name in error messages.
-    """
+    """One labelled image, still encoded; `origin` is its name in error messages."""
 
     encoded: bytes
     label: int
     origin: str
 
 
-@dataclass(frozen=True)
-class Images:
-    """The images of one split, in a fixed order; `read` starts from the first each time.
+class Images(NamedTuple):
+    """The images of one split, in a fixed order; `read` starts from the first each time."""
 
-    Images(count=2, read=lambda: iter([first, second]))
-    """
-
-    count: int
+    number: int
     read: Callable[[], Iterator[EncodedImage]]
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The class names and the images of a data set, by split.
-
-    Contents(["wren", "robin"], {"train": images, "test": others})
-    """
-
-    classes: Sequence[str]
-    splits: Mapping[str, Images]
-
-    def __post_init__(self) -> None:
-        for name in self.classes:
-            try:
-                name.encode()
-            except UnicodeEncodeError:
-                raise PluresError(f"the class name {name!r} is not written in UTF-8: rename the class") from None
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data set that has been found, but not read yet.
-
-        Source(name="birds", signature="image folder ...", read=lambda: Contents(classes, splits))
-
-    The signature is cheap to compute and changes whenever the images may have changed.
-    """
-
-    name: str
-    signature: str
-    read: Callable[[], Contents]
+Contents = tuple[list[str], dict[str, Images]]  # the class names of a data set, and its images by split
 
 
 @contextmanager
@@ -112,25 +73,21 @@ def ordinary(path: str | Path) -> Path:
 def read_file(path: str | Path) -> bytes:
     """Read an image file, if it is a regular file of at most MOST_BYTES."""
     with reading(path), ordinary(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        encoded = file.read(MOST_BYTES + 1) if size <= MOST_BYTES else b""
-    if max(size, len(encoded)) > MOST_BYTES:
+        encoded = file.read(MOST_BYTES + 1)
+    if len(encoded) > MOST_BYTES:
         raise TooLarge(f"{path} is too large: image files may have at most {MOST_BYTES:,} bytes")
     return encoded
 
 
 def images_below(folder: Path) -> list[Path]:
     """Return the image files in a folder and its subfolders in alphabetical order, without hidden files."""
-    found, waiting = [], [folder]
-    while waiting:
-        here = waiting.pop()
-        with reading(here), os.scandir(here) as entries:
-            for entry in entries:
-                path = Path(entry.path)
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(path)
-                elif path.suffix.lower() in EXTENSIONS and not path.name.startswith("."):
-                    found.append(path)
+
+    def refuse(error: OSError) -> None:
+        raise PluresError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+
+    walk = os.walk(folder, onerror=refuse)
+    files = (Path(here, name) for here, _, names in walk for name in names if not name.startswith("."))
+    found = [file for file in files if file.suffix.lower() in EXTENSIONS]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
@@ -171,8 +128,6 @@ def decode(image: Image.Image, channels: int, origin: str) -> Image.Image:
 def to_square(image: Image.Image, size: int) -> Image.Image:
     """Resize an image to size x size.
 
-        to_square(image, 16)
-
     A square image whose side is a multiple of `size` is averaged down, block by block. Otherwise the shorter side is
     resized to `size` (bicubic, antialiased), and the middle of the longer side is kept.
     """
@@ -194,10 +149,7 @@ def centre(image: Image.Image, size: int) -> Image.Image:
 
 
 def to_pixels(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """Return the pixels as [height, width, channels], also for a grey image.
-
-    to_pixels(image).shape  # (32, 32, 3)
-    """
+    """Return the pixels as [height, width, channels], also for a grey image."""
     pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 

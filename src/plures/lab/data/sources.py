@@ -2,22 +2,24 @@
 
 Adding a data set is one line in `HUB_IDS`: its name and its id on the hub. Without the hub, a folder of that name below
 the data directory suffices, with train.parquet and test.parquet, or with images in train/CLASS/ and test/CLASS/.
-`python -c "from plures.lab.data import open_data; print(open_data('NAME').info)"` shows what was found.
+
+Local files are not read by `datasets`: it would keep a second copy of all images, promises neither their order nor a
+bound on memory, and opens pipes and devices in a folder.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from plures.checks import nearest
 from plures.errors import PluresError
 from plures.lab.data import arrow
-from plures.lab.data.folders import by_split, local_source
-from plures.lab.data.images import Contents, EncodedImage, Images, Source, reading
-from plures.lab.data.split import Rows, stratified
+from plures.lab.data.images import Contents, EncodedImage, Images, images_below, read_file, reading
+from plures.lab.data.split import Rows, random_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -33,14 +35,30 @@ HUB_IDS: dict[str, tuple[str, str | None]] = {
     "fashion-mnist": ("zalando-datasets/fashion_mnist", None),
     "mnist": ("ylecun/mnist", None),
 }
+# Names of the three splits, as folders, files and hub data sets have them.
+SPLIT_NAMES = {
+    **{"train": "train", "training": "train", "test": "test"},
+    **{"valid": "validation", "validation": "validation", "val": "validation"},
+}
 DIGITS_TEST = 450  # a quarter of the 1,797
 PATIENCE = 10  # seconds to wait for the first answer of the hub
+
+T = TypeVar("T")
+
+
+class Source(NamedTuple):
+    """A data set that has been found, but not read yet.
+
+    The signature is cheap to compute and changes whenever the images may have changed.
+    """
+
+    name: str
+    signature: str
+    read: Callable[[], Contents]
 
 
 def find_source(name: str, data_dir: Path | None) -> Source:
     """Find a data set: first `data_dir/name`, then a path, then the embedded digits or the hub.
-
-        find_source("cifar10", Path("data"))
 
     A built-in name is never a path in the working directory (a run folder may be called digits): write `./cifar10` for
     that.
@@ -54,19 +72,29 @@ def find_source(name: str, data_dir: Path | None) -> Source:
         places.append(expanded(name))
     for place in places:
         if _exists(place):
-            return local_source(name, place)
+            return _local_source(name, place)
     if name == "digits":
         return Source(name, "scikit-learn digits", _read_digits)
     looked = " and ".join(dict.fromkeys(str(place) for place in places))
     hub_id, configuration = HUB_IDS.get(name, (name, None))
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", hub_id):
-        # The signature is the name alone: once decoded, a hub set is opened without asking the hub again.
-        return Source(
-            name,
-            f"hub {hub_id} {configuration}",
-            lambda: _read_hub(hub_id, configuration, lambda answer: _missing(name, data_dir, looked, answer)),
-        )
-    raise PluresError(f"there is no data set {name!r}: looked for {looked}; {accepted}{nearest(name, built_in)}")
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", hub_id):
+        raise PluresError(f"there is no data set {name!r}: looked for {looked}; {accepted}{nearest(name, built_in)}")
+
+    def read() -> Contents:
+        try:
+            return _read_hub(hub_id, configuration)
+        except ConnectionError as error:
+            home = (
+                data_dir / name if data_dir is not None else f"a folder {name!r} below the one that PLURES_DATA names"
+            )
+            local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
+            raise PluresError(
+                f"the data {name!r} were not found: {local}, and {error}; "
+                f"put train.parquet and test.parquet (or train/CLASS/*.png and test/CLASS/*.png) into {home}"
+            ) from None
+
+    # The signature is the name alone: once decoded, a hub set is opened without asking the hub again.
+    return Source(name, f"hub {hub_id} {configuration}", read)
 
 
 def local_path(name: str, data_dir: Path | None) -> Path | None:
@@ -94,16 +122,6 @@ def _exists(place: Path) -> bool:
     return True
 
 
-def _missing(name: str, data_dir: Path | None, looked: str, answer: str) -> str:
-    """Return a sentence that says where the data were looked for, what the hub answered, and where to put them."""
-    home = str(data_dir / name) if data_dir is not None else f"a folder {name!r} below the one that PLURES_DATA names"
-    local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
-    return (
-        f"the data {name!r} were not found: {local}, and {answer}; "
-        f"put train.parquet and test.parquet (or train/CLASS/*.png and test/CLASS/*.png) into {home}"
-    )
-
-
 def _read_digits() -> Contents:
     from sklearn.datasets import load_digits
 
@@ -111,51 +129,155 @@ def _read_digits() -> Contents:
     # 0..16 becomes 0..255. PGM is an image format that is one line of text before the pixels.
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
     labels = digits.target.astype(np.int64)
-    test = stratified(labels, DIGITS_TEST, seed=0)
+    test = random_rows(labels, DIGITS_TEST, seed=0)
 
     def images(rows: Rows) -> Images:
-        encoded = [b"P5 8 8 255\n" + pixels[row].tobytes() for row in rows]
-        found = [EncodedImage(one, int(labels[row]), f"digit {row}") for one, row in zip(encoded, rows, strict=True)]
+        found = [
+            EncodedImage(b"P5 8 8 255\n" + pixels[row].tobytes(), int(labels[row]), f"digit {row}") for row in rows
+        ]
         return Images(len(found), lambda: iter(found))
 
-    splits = {"train": images(np.setdiff1d(np.arange(len(labels)), test)), "test": images(test)}
-    return Contents([str(digit) for digit in range(10)], splits)
+    train = np.setdiff1d(np.arange(len(labels)), test)
+    return [str(digit) for digit in range(10)], {"train": images(train), "test": images(test)}
+
+
+# --- local folders and files ------------------------------------------------------------------------------------------
+
+
+def _local_source(name: str, place: Path) -> Source:
+    """Return the data set in a folder or Parquet file."""
+    if place.is_dir():
+        tables = _parquet_files(place)
+    elif place.is_file() and place.suffix == ".parquet":
+        tables = {"train" if SPLIT_NAMES.get(_first_word(place), "train") == "train" else "test": [place]}
+    else:
+        raise PluresError(f"{place} is neither a folder nor a .parquet file")
+    if tables:
+        return Source(
+            name,
+            _signature("parquet", (file for files in tables.values() for file in files)),
+            lambda: arrow.arrow_contents({split: list(map(arrow.parquet_table, tables[split])) for split in tables}),
+        )
+    if found := _image_files(place):
+        every = (file for classes in found.values() for files in classes.values() for file in files)
+        return Source(name, _signature("image folder", every), lambda: _read_folders(found, place))
+    raise PluresError(
+        f"{place} contains neither train.parquet or test.parquet nor class folders of images: "
+        "put images into train/CLASS/ and test/CLASS/, or only into CLASS/"
+    )
+
+
+def _by_split(found: Mapping[str, T], place: object) -> dict[str, T]:
+    """Sort the parts of a data set into train, validation and test by their names; leave out parts with other names.
+
+    A validation split without a test split becomes the test split: Tiny-ImageNet keeps its test labels secret, and
+    papers report figures for its validation images.
+    """
+    splits: dict[str, T] = {}
+    for name, part in found.items():
+        split = SPLIT_NAMES.get(name.lower())
+        if split in splits:
+            raise PluresError(f"{place} has two folders or files that could be its {split} split: keep one of them")
+        if split is not None:
+            splits[split] = part
+    if not splits:
+        parts = ", ".join(sorted(found)) or "(none)"
+        raise PluresError(f"{place} has the splits {parts}, but needs one called train or test")
+    if "validation" in splits and "test" not in splits:
+        splits["test"] = splits.pop("validation")
+    return splits
+
+
+def _signature(kind: str, files: Iterable[Path]) -> str:
+    """Return a text that changes with the path, size or time of any file."""
+    lines = [kind]
+    for file in files:
+        with reading(file):
+            state = file.stat()
+        lines.append(f"{os.path.abspath(file)} {state.st_size} {state.st_mtime_ns}")  # noqa: PTH100 (keeps links)
+    return "\n".join(lines)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    with reading(folder):
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+
+
+def _parquet_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the Parquet files of a folder by split; in a clone from the hub, they are in a subfolder."""
+    homes = {home: files for home in (folder, *_folders_in(folder)) if (files := sorted(home.glob("*.parquet")))}
+    if folder not in homes and len(homes) > 1:
+        raise PluresError(
+            f"{folder} contains Parquet files in {', '.join(home.name for home in homes)}: give the path of one"
+        )
+    found: dict[str, list[Path]] = {}
+    for file in next(iter(homes.values()), []):
+        found.setdefault(_first_word(file), []).append(file)
+    return _by_split(found, folder) if found else {}
+
+
+def _first_word(file: Path) -> str:
+    """Return the split in a name like train.parquet, train-00000-of-00002.parquet or train_0.parquet."""
+    return re.split(r"[-_.]", file.name)[0].lower()
+
+
+def _image_files(folder: Path) -> dict[str, dict[str, list[Path]]]:
+    """Return the image files of a folder by split and class; without split folders, all are in the train split."""
+    parts = {entry.name: entry for entry in _folders_in(folder) if entry.name.lower() in SPLIT_NAMES}
+    splits = _by_split(parts, folder) if parts else {"train": folder}
+    found = {
+        split: {entry.name: files for entry in _folders_in(part) if (files := images_below(entry))}
+        for split, part in splits.items()
+    }
+    return {split: classes for split, classes in found.items() if classes}
+
+
+def _read_folders(found: Mapping[str, Mapping[str, Sequence[Path]]], place: Path) -> Contents:
+    """Label the image files: the classes are the folders of the train split, in alphabetical order."""
+    first = next(split for split in ("train", "validation", "test") if split in found)
+    classes = sorted(found[first])
+    for split, by_class in found.items():
+        if unknown := sorted(set(by_class) - set(classes)):
+            raise PluresError(
+                f"{place} has the class folder {unknown[0]!r} in its {split} split, but not in its {first} split: "
+                "use the same class folders in all splits"
+            )
+
+    def images(by_class: Mapping[str, Sequence[Path]]) -> Images:
+        rows = [(file, label) for label, name in enumerate(classes) for file in by_class.get(name, ())]
+        return Images(len(rows), lambda: (EncodedImage(read_file(file), label, str(file)) for file, label in rows))
+
+    return classes, {split: images(by_class) for split, by_class in found.items()}
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def _read_hub(hub_id: str, configuration: str | None, missing: Callable[[str], str]) -> Contents:
+def _read_hub(hub_id: str, configuration: str | None) -> Contents:
     """Load a data set from the hub, or from what `datasets` has downloaded before if HF_HUB_OFFLINE is set.
 
-    `missing` makes the sentence for unavailable data from the answer of the hub.
+    Raises ConnectionError with the answer of the hub if the data are unavailable.
     """
     import datasets
-
-    _ask_hub(hub_id, missing)
-    try:
-        loaded = datasets.load_dataset(hub_id, configuration)
-    except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
-        answer = f"{hub_id} on the Hugging Face hub cannot be loaded ({arrow.first_line(error)})"
-        raise PluresError(missing(answer)) from None
-    splits = by_split(dict(loaded), hub_id)
-    return arrow.arrow_contents({split: [_hub_table(f"{hub_id} ({split})", part)] for split, part in splits.items()})
-
-
-def _ask_hub(hub_id: str, missing: Callable[[str], str]) -> None:
-    """Raise an error at once if there is no network: `datasets` alone would retry for a long time."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return
     try:
-        huggingface_hub.HfApi().dataset_info(hub_id, timeout=PATIENCE)
-    except HfHubHTTPError:
-        answer = f"the Hugging Face hub has no public data set {hub_id} (or you need to log in)"
-        raise PluresError(missing(answer)) from None
-    except Exception:  # the exception classes of connections differ between versions of the hub client
-        raise PluresError(missing(f"the Hugging Face hub cannot be reached for {hub_id}")) from None
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # without a network, `datasets` would retry for a long time
+            huggingface_hub.HfApi().dataset_info(hub_id, timeout=PATIENCE)
+    except HfHubHTTPError as error:
+        raise ConnectionError(
+            f"the Hugging Face hub has no public data set {hub_id} (or you need to log in)"
+        ) from error
+    except Exception as error:  # the exception classes of connections differ between versions of the hub client
+        raise ConnectionError(f"the Hugging Face hub cannot be reached for {hub_id}") from error
+    try:
+        loaded = datasets.load_dataset(hub_id, configuration)
+    except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
+        reason = arrow.first_line(error)
+        raise ConnectionError(f"{hub_id} on the Hugging Face hub cannot be loaded ({reason})") from error
+    splits = _by_split(dict(loaded), hub_id)
+    return arrow.arrow_contents({split: [_hub_table(f"{hub_id} ({split})", part)] for split, part in splits.items()})
 
 
 def _hub_table(origin: str, part: "datasets.Dataset") -> arrow.ArrowTable:

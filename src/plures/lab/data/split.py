@@ -110,34 +110,20 @@ class DataSplit:
         return self.pixels[self.rows[chosen]][:, middle, middle]
 
 
-def stratified(labels: Rows, count: int, seed: int) -> Rows:
-    """Return `count` random rows in ascending order, the same fraction of every class."""
-    shuffled = permutation(len(labels), "stratified", seed)
-    place, size = _places(labels[shuffled])
-    # The middle of a row's place on the way through its class, from 0 to 1.
-    return _first(shuffled, (place + 0.5) / size, count)
+def random_rows(labels: Rows, count: int, seed: int, *, balanced: bool = False) -> Rows:
+    """Return `count` random rows in ascending order.
 
-
-def balanced(labels: Rows, count: int, seed: int) -> Rows:
-    """Return `count` random rows in ascending order, equally many of every class as far as possible."""
-    shuffled = permutation(len(labels), "balanced", seed)
-    place, _ = _places(labels[shuffled])
-    return _first(shuffled, place, count)
-
-
-def _places(labels: Rows) -> tuple[Rows, Rows]:
-    """Return for every row how many rows of its class come before it, and how many there are in total."""
-    grouped = np.argsort(labels, kind="stable")
-    _, starts, sizes = np.unique(labels[grouped], return_index=True, return_counts=True)
-    place, size = np.empty_like(labels), np.empty_like(labels)
+    They are the same fraction of every class or, if `balanced`, equally many of every class as far as possible.
+    """
+    shuffled = permutation(len(labels), "balanced" if balanced else "stratified", seed)
+    grouped = np.argsort(labels[shuffled], kind="stable")
+    _, starts, sizes = np.unique(labels[shuffled][grouped], return_index=True, return_counts=True)
+    place = np.empty(len(labels))  # how many rows of its class come before a row
     place[grouped] = np.arange(len(labels)) - np.repeat(starts, sizes)
-    size[grouped] = np.repeat(sizes, sizes)
-    return place, size
-
-
-def _first(rows: Rows, keys: npt.NDArray[np.float64] | Rows, count: int) -> Rows:
-    """Return the rows of the smallest keys; of equal keys the earlier row, which is a random one in a shuffled list."""
-    return np.sort(rows[np.argsort(keys, kind="stable")[:count]])
+    if not balanced:
+        # The middle of a row's place on the way through its class, from 0 to 1.
+        place[grouped] = (place[grouped] + 0.5) / np.repeat(sizes, sizes)
+    return np.sort(shuffled[np.argsort(place, kind="stable")[:count]])
 
 
 @dataclass(frozen=True)
@@ -204,20 +190,30 @@ def batches(
     `len(split)`. Without `augment`, images that are larger in the cache are cut to their middle.
     """
     count = steps(split, batch_size, drop_last=drop_last, world=world)
-    if not 0 <= rank < world:
-        raise PluresError(f"rank must be between 0 and {world - 1} in a world of {world}, but is {rank}")
+    whole_number("rank", rank, least=0, most=world - 1)
     order = permutation(len(split), "order", seed, epoch) if shuffle else np.arange(len(split), dtype=np.int64)
     share = np.resize(order, -(-len(order) // world) * world)[rank::world]
+    share = share[: count * batch_size]
     generator = torch.Generator().manual_seed(derived_seed("augmentation", seed, epoch, rank))
-    return _generate(split, share[: count * batch_size], batch_size, augment, generator, torch.device(device))
+
+    def generate() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(share), batch_size):
+            chosen = share[start : start + batch_size]
+            labels = torch.from_numpy(split.labels[chosen]).to(device)
+            if augment is None:
+                yield split.info.normalise(torch.from_numpy(split.seen(chosen)).to(device)), labels
+            else:
+                pixels = torch.from_numpy(split.pixels[split.rows[chosen]]).to(device)
+                yield augment(split.info.normalise(pixels), split.info.size, generator), labels
+
+    return generate()
 
 
 def steps(split: DataSplit, batch_size: int, *, drop_last: bool = False, world: int = 1) -> int:
     """Return how many batches one process takes per epoch."""
     if not len(split):
         raise PluresError(f"{split.info.name} has no {split.name} images: give data with a {split.name} split")
-    if batch_size < 1:
-        raise PluresError(f"batch_size must be at least 1, but is {batch_size}")
+    whole_number("batch_size", batch_size)
     share = -(-len(split) // world)
     count = share // batch_size if drop_last else -(-share // batch_size)
     if not count:
@@ -225,21 +221,3 @@ def steps(split: DataSplit, batch_size: int, *, drop_last: bool = False, world: 
             f"a batch of {batch_size} is larger than the {share} {split.name} images of a process: use a smaller one"
         )
     return count
-
-
-def _generate(
-    split: DataSplit,
-    order: Rows,
-    batch_size: int,
-    augment: Augment | None,
-    generator: torch.Generator,
-    device: torch.device,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        labels = torch.from_numpy(split.labels[chosen]).to(device)
-        if augment is None:
-            yield split.info.normalise(torch.from_numpy(split.seen(chosen)).to(device)), labels
-        else:
-            pixels = torch.from_numpy(split.pixels[split.rows[chosen]]).to(device)
-            yield augment(split.info.normalise(pixels), split.info.size, generator), labels
