@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,7 @@ from torch.nn import functional as F
 import networks
 import plures
 from networks import images
-from plures.exporting.inference import CLASS_OUTPUTS, Inference
-from plures.exporting.members import pack_bytes, unpack_bytes
+from plures.exporting.inference import CLASS_OUTPUTS, Inference, pack_bytes, unpack_bytes
 from plures.lab.models import BasicBlock, ResNet
 from test_contract import METHODS, RANDOM_PREDICTION, identify, train, trained
 
@@ -451,6 +451,19 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch):
 
 
 # --- the command
+
+
+def test_the_command_says_whether_the_file_is_calibrated(tmp_path, capsys):
+    from plures.lab.cli.main import main
+    from plures.lab.runs.open import open_run
+
+    folder = shutil.copytree(Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout", tmp_path / "run")
+    assert main(["export", str(folder), str(tmp_path / "digits.pt2")]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["not calibrated"]
+    ensemble = open_run(folder).ensemble.calibrate(torch.rand(20, 1, 8, 8), torch.arange(20) % 10)
+    ensemble.save(folder / "ensemble.safetensors")
+    assert main(["export", str(folder), str(tmp_path / "digits.pt2")]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [ensemble.calibration.summary()]
 
 
 def test_a_run_becomes_a_file_that_takes_pixels(tmp_path, capsys):

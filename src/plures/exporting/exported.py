@@ -1,27 +1,30 @@
 """Export: one file with the same outputs as `predict`, without plures and without Python."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from plures.calling import rows_of
 from plures.checks import one_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.exporting.agreement import check_agreement
-from plures.exporting.inference import Inference, named_tensors
-from plures.exporting.members import SplitMembers
-from plures.exporting.onnxfile import onnx_bytes, onnx_run
+from plures.exporting.inference import Inference, SplitMembers, named_tensors
+from plures.exporting.onnxfile import need_onnx, onnx_bytes, onnx_run
 from plures.exporting.program import program_of, quiet
-from plures.files import replacing
+from plures.files import replacing, write
+from plures.methods.mc_dropout import MCDropout
 from plures.version import __version__
 
+TOLERANCE = 5e-3  # of the largest output: other runtimes sum in another order, and a softmax of large logits shows it
+COARSE = 5e-2  # in half precision, or on a device that rounds as it likes
+
 Format = Literal["onnx", "pt2"]
+Run = Callable[..., dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,70 +76,68 @@ def export(
     same outputs.
     """
     path = Path(path)
-    chosen = _format(path, format)
+    chosen = format or path.suffix.removeprefix(".")
+    if format is None and chosen not in ("onnx", "pt2"):
+        raise PluresError(f"{path} ends neither in .onnx nor in .pt2: change the name, or give the format")
+    one_of("format", chosen, ("onnx", "pt2"))
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
     if chosen == "onnx":
-        _need_onnx()
+        need_onnx()
     inference, program = program_of(ensemble, example_inputs, preprocess)
-    stored = _stored(inference.members)
-    calibration = "not calibrated" if ensemble.calibration is None else ensemble.calibration.summary()
-    about = _about(ensemble, inference, stored, calibration, classes, metadata)
+    traced = program.module()
+    stored, calibration = "one network that all members share", "not calibrated"
+    if isinstance(inference.members, SplitMembers):
+        count = inference.members.count
+        stored = "one network with the owners of its weights" if inference.members.owners else f"{count} networks"
+    if ensemble.calibration is not None:
+        calibration = ensemble.calibration.summary()
+    described = {
+        "version": __version__,
+        "method": type(ensemble).__name__,
+        "outputs": list(inference.outputs),
+        "uncertainty": "variance" if inference.numbers else "nats",
+        "stored": stored,
+        "calibration": calibration,
+    }
+    named = {} if classes is None else {"classes": list(classes)}
+    about = {name: json.dumps(value) for name, value in {"plures": described, **named, **(metadata or {})}.items()}
     if chosen == "pt2":
-        check_agreement(inference, ensemble, program, lambda tensors: program.module()(*tensors), str(path))
+        _check_agreement(inference, ensemble, traced, traced, path)
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)
     else:
-        names = list(named_tensors(inference.like))
-        contents = onnx_bytes(program, names, inference.outputs, about)
-        check_agreement(inference, ensemble, program, onnx_run(contents, names), str(path))
-        with replacing(path) as beside:
-            beside.write_bytes(contents)
-    return Exported(path, chosen, path.stat().st_size, stored, calibration)
+        contents = onnx_bytes(program, named_tensors(inference.like), inference.outputs, about)
+        _check_agreement(inference, ensemble, traced, onnx_run(contents), path)
+        write(path, contents)
+    return Exported(path, "onnx" if chosen == "onnx" else "pt2", path.stat().st_size, stored, calibration)
 
 
-def _format(path: Path, given: str | None) -> Format:
-    found = given or path.suffix.removeprefix(".")
-    if given is None and found not in get_args(Format):
-        raise PluresError(f"{path} ends neither in .onnx nor in .pt2: change the name, or give the format")
-    one_of("format", found, get_args(Format))
-    return "onnx" if found == "onnx" else "pt2"
+def _check_agreement(inference: Inference, ensemble: Ensemble, traced: nn.Module, run: Run, path: Path) -> None:
+    """Raise an error if a file returns other numbers than the ensemble, for the example and two other batch sizes.
 
-
-def _need_onnx() -> None:
-    """Raise an error that names the extra if a package that ONNX needs is missing."""
-    try:
-        for name in ("onnx", "onnxscript", "onnxruntime"):
-            import_module(name)
-    except ModuleNotFoundError as error:
-        raise PluresError(f"writing ONNX needs {error.name}: pip install 'plures[export]'") from error
-
-
-def _stored(members: nn.Module) -> str:
-    if not isinstance(members, SplitMembers):
-        return "one network that all members share"
-    return "one network with the owners of its weights" if members.owners else f"{members.count} networks"
-
-
-def _about(
-    ensemble: Ensemble,
-    inference: Inference,
-    stored: str,
-    calibration: str,
-    classes: Sequence[str] | None,
-    metadata: Mapping[str, Any] | None,
-) -> dict[str, str]:
-    """Return the file's description of itself, as JSON by name."""
-    about: dict[str, Any] = {
-        "plures": {
-            "version": __version__,
-            "method": type(ensemble).__name__,
-            "outputs": list(inference.outputs),
-            "uncertainty": "variance" if inference.numbers else "nats",
-            "stored": stored,
-            "calibration": calibration,
-        }
-    }
-    if classes is not None:
-        about["classes"] = list(classes)
-    return {name: json.dumps(value) for name, value in {**about, **(metadata or {})}.items()}
+    The passes of MC dropout are drawn when it is traced, so its file is compared with the traced program.
+    """
+    drawn = isinstance(ensemble, MCDropout)
+    coarse = any(one.device.type != "cpu" or one.dtype.itemsize < 4 for one in ensemble.parameters())
+    like = inference.like
+    count = len(next(iter(named_tensors(like).values())))
+    for given in (like, rows_of(like, torch.tensor([0])), rows_of(like, torch.arange(count + 1) % count)):
+        tensors = list(named_tensors(given).values())
+        with torch.no_grad():
+            try:
+                expected = traced(*tensors) if drawn else inference.live(ensemble, given)
+            except Exception:
+                if given is like:
+                    raise
+                continue  # a network that cannot take this batch size need not take it in a file
+            found = run(*tensors)
+        tolerance = (COARSE if coarse else TOLERANCE) * max(float(expected["members"].abs().max()), 1e-30)
+        for name in ("members", inference.outputs[0], "std" if inference.numbers else "total"):
+            gap = float((found[name].cpu() - expected[name].cpu()).abs().max())
+            if not gap <= tolerance:
+                raise PluresError(
+                    f"{path} is not written: for {len(tensors[0])} samples its {name} differ from the ensemble's by "
+                    f"{gap:.3g}; write the network without random numbers and without Python values that change "
+                    "between calls"
+                )

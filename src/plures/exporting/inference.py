@@ -1,25 +1,33 @@
-"""What an exported file computes, as one module: preprocessing, members, prediction."""
+"""What an exported file computes, as one module: preprocessing, members that share what they store, prediction."""
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from plures.answers import Prediction, Regression, single
 from plures.calibration import ClassCalibration, NumberCalibration
-from plures.calling import Arguments, arguments
+from plures.calling import Arguments, arguments, logits_of
 from plures.ensemble import Ensemble
-from plures.exporting.members import members_of
-from plures.losses import GaussianNLL, is_for_numbers
+from plures.errors import PluresError
+from plures.losses import GaussianNLL, Loss, classes_second, is_for_numbers
+from plures.methods.mc_dropout import MCDropout
+from plures.methods.orthogonal_dropout.masks import spread
+from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.tensors import canonical, tensors
 
 CLASS_OUTPUTS = ("probabilities", "label", "confidence", "total", "aleatoric", "epistemic", "members")
 NUMBER_OUTPUTS = ("mean", "std", "aleatoric", "epistemic", "members")
 
+Part = Callable[[int], Tensor]  # of a member, by its place among the trained
+
 
 class Inference(nn.Module):
     """Compute the fields of a `Prediction` or a `Regression`, by name, with the operations of `predict` and `regress`.
-
-        Inference(ensemble, images)(images)["probabilities"]
 
     It takes the tensors among `example_inputs` one by one; other arguments keep their value. The ensemble's calibration
     is part of it. `preprocess` turns the inputs of the file into those of the network: pixels into normalised images.
@@ -27,39 +35,41 @@ class Inference(nn.Module):
 
     def __init__(self, ensemble: Ensemble, example_inputs: object, preprocess: nn.Module | None = None) -> None:
         super().__init__()
-        self.members = members_of(ensemble)
+        apart = ensemble._apart and not isinstance(ensemble, MCDropout)
+        self.members: nn.Module = SplitMembers(ensemble) if apart else ensemble
         self.preprocess = None if preprocess is None else copy.deepcopy(preprocess).eval()
         self.like = arguments(example_inputs)
-        self.calibration = ensemble.calibration
-        self.numbers = is_for_numbers(ensemble.loss) or isinstance(self.calibration, NumberCalibration)
         self.variance = isinstance(ensemble.loss, GaussianNLL)
+        found = ensemble.calibration
+        self.numbers = is_for_numbers(ensemble.loss) or isinstance(found, NumberCalibration)
+        self.scales = found if isinstance(found, NumberCalibration) else None
+        self.temperatures = found if isinstance(found, ClassCalibration) else None
         self.outputs = NUMBER_OUTPUTS if self.numbers else CLASS_OUTPUTS
-        if isinstance(self.calibration, ClassCalibration):
-            assert self.calibration.constants  # read before tracing, which cannot read numbers out of tensors
+        if self.temperatures is not None:
+            assert self.temperatures.constants  # read before tracing, which cannot read numbers out of tensors
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         """Return all outputs by name."""
-        args, kwargs = self.prepared(filled(self.like, tensors))
-        found = self.finished(self.members(*args, **kwargs))
-        return {name: getattr(found, name) for name in self.outputs}
+        rest = iter(tensors)
+        given = [next(rest) if isinstance(value, Tensor) else value for value in self.like.args]
+        named = {name: next(rest) if isinstance(value, Tensor) else value for name, value in self.like.kwargs.items()}
+        args, kwargs = self._prepared(Arguments(tuple(given), named))
+        outputs = self.members(*args, **kwargs)
+        if self.numbers:
+            return self._by_name(Regression.computed(outputs, variance=self.variance, calibration=self.scales))
+        return self._by_name(Prediction.computed(single(outputs).softmax(2), self.temperatures))
 
     def live(self, ensemble: Ensemble, given: Arguments) -> dict[str, Tensor]:
         """Return what the ensemble itself predicts for arguments of the file, by name."""
-        inputs = self.prepared(given)
-        found = ensemble.regress(inputs) if self.numbers else ensemble.predict(inputs)
-        return {name: getattr(found, name) for name in self.outputs}
+        inputs = self._prepared(given)
+        return self._by_name(ensemble.regress(inputs) if self.numbers else ensemble.predict(inputs))
 
-    def prepared(self, given: Arguments) -> Arguments:
+    def _prepared(self, given: Arguments) -> Arguments:
         """Return the arguments of the network for those of the file."""
         return given if self.preprocess is None else arguments(self.preprocess(*given.args, **given.kwargs))
 
-    def finished(self, outputs: Tensor) -> Prediction | Regression:
-        """Return the prediction that the outputs of all members make."""
-        if self.numbers:
-            scales = self.calibration if isinstance(self.calibration, NumberCalibration) else None
-            return Regression.computed(outputs, variance=self.variance, calibration=scales)
-        temperatures = self.calibration if isinstance(self.calibration, ClassCalibration) else None
-        return Prediction.computed(single(outputs).softmax(2), temperatures)
+    def _by_name(self, found: Prediction | Regression) -> dict[str, Tensor]:
+        return {name: getattr(found, name) for name in self.outputs}
 
 
 def named_tensors(given: Arguments) -> dict[str, Tensor]:
@@ -73,12 +83,105 @@ def named_tensors(given: Arguments) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-def filled(like: Arguments, values: Sequence[Tensor]) -> Arguments:
-    """Replace the tensors among some arguments by others, in the order of `named_tensors`.
+class SplitMembers(nn.Module):
+    """Run each member as a network of its own; shared tensors and split weights are stored once.
 
-    filled(arguments(images), [pixels])
+    A split weight is kept whole, with its owners packed; each member's part is cut out of it by operations that a
+    runtime folds when it loads the file.
     """
-    rest = iter(values)
-    args = tuple(next(rest) if isinstance(value, Tensor) else value for value in like.args)
-    kwargs = {name: next(rest) if isinstance(value, Tensor) else value for name, value in like.kwargs.items()}
-    return Arguments(args, kwargs)
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        super().__init__()
+        trained = ensemble.trained
+        if not trained:
+            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        self.count = len(trained)
+        self.loss: Loss = ensemble.loss
+        networks = [ensemble.checkout(member) for member in trained]
+        self._first_names = canonical(networks[0])
+        states = [tensors(network) for network in networks]
+        owners = ensemble.owners if isinstance(ensemble, OrthogonalDropout) else {}
+        self.owners = bool(owners)
+        self._kept: dict[str, nn.Module] = {}
+        for number, name in enumerate(dict.fromkeys(self._first_names.values())):
+            values = [state[name] for state in states]
+            shared = all(torch.equal(values[0], other) for other in values[1:])
+            kept = _Split(values, owners[name], trained) if name in owners else _Whole(values[:1] if shared else values)
+            self._kept[name] = kept
+            self.add_module(f"kept_{number}", kept)
+        # Only the code of the network is run: its own tensors would go into the file as well.
+        self._network = (networks[0].to("meta"),)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes, ...]."""
+        (network,) = self._network
+        parts = {name: kept() for name, kept in self._kept.items()}
+        logits = []
+        for index in range(self.count):
+            named = {name: parts[first](index) for name, first in self._first_names.items()}
+            logits.append(logits_of(functional_call(network, named, args, kwargs, tie_weights=False, strict=True)))
+        return classes_second(torch.stack(logits), self.loss)
+
+
+class _Whole(nn.Module):
+    """A tensor for each member, or one that all of them share."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        for index, value in enumerate(values):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+        self.count = len(values)
+
+    def forward(self) -> Part:
+        return lambda index: getattr(self, f"value_{index if self.count > 1 else 0}")
+
+
+class _Split(nn.Module):
+    """A weight that every member owns a part of."""
+
+    weight: Tensor
+    packed: Tensor
+
+    def __init__(self, parts: list[Tensor], owners: Tensor, trained: list[int]) -> None:
+        super().__init__()
+        # Members are disjoint, so their sum is exact; what no trained member owns becomes 0.
+        self.register_buffer("weight", torch.stack([part.detach() for part in parts]).sum(0))
+        count = len(trained)  # also the digit of what no trained member owns
+        rank = torch.full((256,), count, dtype=torch.int64)
+        rank[trained] = torch.arange(count)
+        digits = rank[owners.cpu().long()]
+        self.base = int(digits.max()) + 1
+        self.shape = owners.shape
+        self.register_buffer("packed", pack_bytes(digits, self.base).to(self.weight.device))
+
+    def forward(self) -> Part:
+        owners = spread(unpack_bytes(self.packed, self.base, math.prod(self.shape)).reshape(self.shape), self.weight)
+        return lambda index: torch.where(owners == index, self.weight, 0.0)
+
+
+def pack_bytes(digits: Tensor, base: int) -> Tensor:
+    """Pack small integers into bytes, as digits of a base; every runtime divides numbers below 256 exactly.
+
+    >>> pack_bytes(torch.tensor([4, 0, 1, 2]), base=5)
+    tensor([29,  2], dtype=torch.uint8)
+    """
+    powers = _powers(base)
+    flat = digits.reshape(-1).long()
+    padded = torch.cat([flat, flat.new_zeros(-len(flat) % len(powers))]).reshape(-1, len(powers))
+    return (padded * powers).sum(1).to(torch.uint8)
+
+
+def unpack_bytes(packed: Tensor, base: int, count: int) -> Tensor:
+    """Unpack `count` digits, by division and remainder.
+
+    >>> unpack_bytes(torch.tensor([29, 2], dtype=torch.uint8), base=5, count=4)
+    tensor([4, 0, 1, 2], dtype=torch.int32)
+    """
+    # Division of whole numbers takes a file many more operators. The half keeps every quotient away from whole ones.
+    quotients = ((packed.float() + 0.5).unsqueeze(1) / _powers(base).float().to(packed.device)).floor().int()
+    return quotients.remainder(max(base, 2)).reshape(-1)[:count]
+
+
+def _powers(base: int) -> Tensor:
+    base = max(base, 2)
+    return base ** torch.tensor([power for power in range(8) if base ** (power + 1) <= 256])

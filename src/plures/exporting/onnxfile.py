@@ -1,29 +1,40 @@
-"""Write a traced ensemble as one ONNX file."""
+"""Write a traced ensemble as one ONNX file, and run the file."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from importlib import import_module
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from plures.errors import PluresError
-from plures.exporting.program import quiet
-from plures.exporting.trouble import brief, unwritable
+from plures.errors import MissingExtraError, PluresError
+from plures.exporting.program import brief, line_of, quiet
 
 OPSET = 20
 LARGEST = 2**31 - 1  # bytes that one protobuf message can have
 FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weights are left to the runtime
+_OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
+
+
+def need_onnx() -> None:
+    """Raise an error that names the extra if a package that ONNX needs is missing."""
+    try:
+        for name in ("onnx", "onnxscript", "onnxruntime"):
+            import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"writing ONNX needs {error.name}: pip install 'plures[export]'") from error
 
 
 def onnx_bytes(
-    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], about: Mapping[str, str]
+    program: ExportedProgram, inputs: Mapping[str, Tensor], outputs: Sequence[str], about: Mapping[str, str]
 ) -> bytes:
     """Return the contents of an ONNX file that computes a program, with all weights inside."""
     import onnx
     import onnxscript.optimizer
 
+    length = len(next(iter(inputs.values())))
     with quiet():
         try:
             made = torch.onnx.export(
@@ -34,16 +45,16 @@ def onnx_bytes(
                 opset_version=OPSET,
                 input_names=list(inputs),
                 output_names=list(outputs),
+                dynamic_shapes=[{0: "batch"} if one.dim() and len(one) == length else {} for one in inputs.values()],
             )
             assert made is not None  # only with dynamo=False
             onnxscript.optimizer.optimize_ir(made.model, input_size_limit=FOLD_BELOW)
             model = made.model_proto
         except Exception as error:  # whatever the exporter could not do
-            raise unwritable(program, error) from error
+            raise _unwritable(program, error) from error
     for part in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output):
         del part.metadata_props[:]  # lines of the code that was traced, with the paths of this machine
         part.doc_string = ""
-    _name_batch(model.graph)
     model.producer_name, model.doc_string = "plures", ""
     onnx.helper.set_model_props(model, dict(about))
     if model.ByteSize() > LARGEST:
@@ -54,11 +65,8 @@ def onnx_bytes(
     return contents
 
 
-def onnx_run(contents: bytes, inputs: Sequence[str]) -> Callable[[Sequence[Tensor]], dict[str, Tensor]]:
-    """Return a function that runs a file on tensors in the order of `inputs`.
-
-    onnx_run(Path("birds.onnx").read_bytes(), ["inputs"])([images])["label"]
-    """
+def onnx_run(contents: bytes) -> Callable[..., dict[str, Tensor]]:
+    """Return a function that runs a file on tensors in the order of its inputs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -67,19 +75,27 @@ def onnx_run(contents: bytes, inputs: Sequence[str]) -> Callable[[Sequence[Tenso
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of errors for each reason
         raise PluresError(f"onnxruntime cannot run the exported network ({brief(error)}); use format='pt2'") from error
-    names = [output.name for output in session.get_outputs()]
+    inputs = [one.name for one in session.get_inputs()]
+    outputs = [one.name for one in session.get_outputs()]
 
-    def run(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def run(*tensors: Tensor) -> dict[str, Tensor]:
         given = {name: tensor.detach().cpu().numpy() for name, tensor in zip(inputs, tensors, strict=True)}
-        return {name: torch.from_numpy(value) for name, value in zip(names, session.run(names, given), strict=True)}
+        found = map(torch.from_numpy, session.run(outputs, given))
+        return dict(zip(outputs, found, strict=True))
 
     return run
 
 
-def _name_batch(graph: Any) -> None:
-    """Call the axis of any length "batch", for those who look into the file: torch numbers it."""
-    axes = [axis.dim_param for one in graph.input for axis in one.type.tensor_type.shape.dim if axis.dim_param]
-    for one in (*graph.value_info, *graph.input, *graph.output):
-        for axis in one.type.tensor_type.shape.dim:
-            if axis.dim_param:
-                axis.dim_param = re.sub(rf"\b{axes[0]}\b", "batch", axis.dim_param)
+def _unwritable(program: ExportedProgram, error: Exception) -> PluresError:
+    """Return the error for an operator that ONNX lacks, with the line of the network that calls it."""
+    reasons: list[BaseException] = [error]
+    while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None and len(reasons) < 10:
+        reasons.append(before)
+    missing = _OPERATOR.findall("\n".join(map(str, reversed(reasons))))
+    if not missing:
+        return PluresError(f"cannot export the network to ONNX: {brief(reasons[-1])}; use format='pt2'")
+    operator = ".".join(missing[0])
+    plain = missing[0][0].partition(".")[2]  # the exporter takes some apart first: special_bessel_j0 into bessel_j0
+    traces = [node.meta.get("stack_trace") or "" for node in program.graph.nodes if plain in str(node.target)]
+    caller = line_of([found for trace in traces for found in _FRAME.findall(trace)]).removesuffix(",")
+    return PluresError(f"cannot export the network: ONNX has no {operator}, which {caller} calls; use format='pt2'")

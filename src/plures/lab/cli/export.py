@@ -39,7 +39,7 @@ class Export:
     after_interrupt: ClassVar[str] = "nothing was written"
 
     def __call__(self) -> int:
-        """Export, and print the size of the file."""
+        """Export, and print the size of the file and its calibration."""
         from plures.files import check_place
         from plures.lab.runs.exported_run import export_run
         from plures.lab.runs.open import open_run
@@ -51,4 +51,5 @@ class Export:
             print_json(found)
             return 0
         print(f"{visible(str(found['file']))}: {found['bytes']:,} bytes, {found['stored']}")
+        print(found["calibration"])
         return 0

@@ -41,7 +41,13 @@ def export_run(run: Run, path: Path, format: Format | None = None) -> dict[str, 
         preprocess=Normalise(info),
         metadata=about(run),
     )
-    return {"file": str(path), "format": written.format, "bytes": written.bytes, "stored": written.stored}
+    return {
+        "file": str(path),
+        "format": written.format,
+        "bytes": written.bytes,
+        "stored": written.stored,
+        "calibration": written.calibration,
+    }
 
 
 def about(run: Run) -> dict[str, Any]:
