@@ -461,7 +461,7 @@ def test_the_command_says_whether_the_file_is_calibrated(tmp_path, capsys):
     assert main(["export", str(folder), str(tmp_path / "digits.pt2")]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["not calibrated"]
     ensemble = open_run(folder).ensemble.calibrate(torch.rand(20, 1, 8, 8), torch.arange(20) % 10)
-    ensemble.save(folder / "ensemble.safetensors")
+    plures.save(ensemble, folder / "ensemble.safetensors")
     assert main(["export", str(folder), str(tmp_path / "digits.pt2")]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [ensemble.calibration.summary()]
 
