@@ -474,8 +474,8 @@ WRONG_CALLS = {
         lambda: metrics.ood(GOOD[0], torch.tensor([math.nan])),
         "outside_scores of shape (1,) contains NaN: check for a model that diverged or for broken inputs.",
     ),
-    "no bins": (lambda: metrics.ece(GOOD, LABELS, bins=0), "bins must be a whole number of at least 1, got 0."),
-    "half a bin": (lambda: metrics.ece(GOOD, LABELS, bins=1.5), "bins must be a whole number of at least 1, got 1.5."),
+    "no bins": (lambda: metrics.ece(GOOD, LABELS, bins=0), "bins=0; use a whole number, 1 or more"),
+    "half a bin": (lambda: metrics.ece(GOOD, LABELS, bins=1.5), "bins=1.5; use a whole number, 1 or more"),
 }
 
 

@@ -11,8 +11,7 @@ from plures.calibration import ClassCalibration, NumberCalibration
 from plures.checks import number
 from plures.errors import PluresError
 from plures.losses import mean_and_variance
-from plures.metrics.arrays import distributions
-from plures.metrics.confidence import doubt
+from plures.metrics.arrays import distributions, doubt
 
 ABSTAINED = -1  # the label of a sample that the ensemble was asked not to decide
 
@@ -149,15 +148,15 @@ class Prediction:
         confidence, label = probabilities.max(1)
         if abstain_below is not None:
             label = torch.where(confidence < abstain_below, ABSTAINED, label)
-        split = doubt(members, axis=2)
+        total, aleatoric, epistemic = doubt(members, axis=2)
         return cls(
             probabilities=probabilities,
             label=label,
             confidence=confidence,
             members=members,
-            total=split.total,
-            aleatoric=split.aleatoric,
-            epistemic=split.epistemic,
+            total=total,
+            aleatoric=aleatoric,
+            epistemic=epistemic,
             uncalibrated=mean,
             members_used=torch.full(label.shape[:1], len(members), device=label.device),
             calibration=calibration,

@@ -15,8 +15,7 @@ from torch import Tensor
 from plures.errors import PluresError
 from plures.guarantees import Selection, adaptive_scores, ambiguity_scores, of_targets, quantile, select
 from plures.metrics import nll, temperature, tempered
-from plures.metrics.arrays import labelled, numbers
-from plures.metrics.confidence import soften
+from plures.metrics.arrays import labelled, numbers, soften
 
 MARGINS = 101  # margins of members on demand: 0, 0.01, ..., 1
 

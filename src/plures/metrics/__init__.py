@@ -6,24 +6,22 @@ All functions take torch tensors or numpy arrays. Metrics are summed in float64 
 """
 
 from plures.metrics.classification import (
+    CalibrationTable,
+    OutOfDistribution,
     RiskCoverage,
+    Uncertainty,
     accuracy,
     agreement,
     aurc,
     brier,
-    disagreement,
-    member_accuracies,
-    nll,
-    risk_coverage,
-)
-from plures.metrics.confidence import (
-    CalibrationTable,
-    OutOfDistribution,
-    Uncertainty,
     calibration_table,
+    disagreement,
     ece,
     entropy,
+    member_accuracies,
+    nll,
     ood,
+    risk_coverage,
     temperature,
     tempered,
     uncertainty,

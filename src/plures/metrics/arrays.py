@@ -1,4 +1,4 @@
-"""Checks for all metrics: arrays are numbers, rows are distributions, targets fit them."""
+"""Checks of arrays for all metrics, and the formulas that exported programs need without a check."""
 
 from typing import Any
 
@@ -115,3 +115,30 @@ def tensor(name: str, values: Array, rank: int | None, dense: bool = False) -> T
     if 0 in shape:
         raise PluresError(f"{name} of shape {shape} is empty: at least one entry on every axis is needed.")
     return values
+
+
+def soften(probabilities: Tensor, temperature: float, axis: int = -1) -> Tensor:
+    """Apply a temperature as `tempered` does, without a check.
+
+    >>> soften(torch.tensor([[0.9, 0.1]]), 2.0)
+    tensor([[0.7500, 0.2500]])
+    """
+    logs = probabilities.clamp_min(TINY).log()
+    return torch.softmax((logs - logs.amax(dim=axis, keepdim=True)) / temperature, dim=axis)
+
+
+def entropies(values: Tensor, axis: int = -1) -> Tensor:
+    """Compute entropies as `entropy` does, without a check."""
+    terms: Tensor = torch.special.entr(values)
+    return terms.sum(dim=axis).clamp_min(0)  # a row that sums to 1.0000001 would fall below 0
+
+
+def doubt(members: Tensor, axis: int = -1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return total, aleatoric and epistemic as `uncertainty` does, without a check; `axis` holds the classes.
+
+    >>> doubt(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))[2]
+    tensor([0.6931])
+    """
+    total = entropies(members.mean(dim=0, keepdim=True), axis)[0]
+    aleatoric = entropies(members, axis).mean(dim=0)
+    return total, aleatoric, (total - aleatoric).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Metrics of classification and diversity: accuracy, NLL, Brier score, selective risk, agreement of members."""
+"""Metrics of classification: quality, calibration, uncertainty, out-of-distribution data, diversity of members."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plures.metrics.arrays import TINY, Array, distributions, is_right, labelled
+from plures.checks import whole_number
+from plures.errors import PluresError
+from plures.metrics.arrays import (
+    TINY,
+    Array,
+    distributions,
+    doubt,
+    entropies,
+    is_right,
+    labelled,
+    numbers,
+    soften,
+    tensor,
+)
 
 
 def accuracy(probabilities: Array, targets: Array) -> float:
@@ -84,6 +97,171 @@ def aurc(probabilities: Array, targets: Array) -> float:
     0.25
     """
     return float(risk_coverage(probabilities, targets).risk.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationTable:
+    """Confidence and accuracy of the samples, by bins of confidence.
+
+        table = calibration_table(probabilities, targets)
+        plot(table.confidence, table.accuracy)
+
+    One entry per bin: its edges, its number of samples, their mean confidence and their accuracy.
+    Empty bins have count, confidence and accuracy 0.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+def calibration_table(probabilities: Array, targets: Array, bins: int = 15) -> CalibrationTable:
+    """Compare confidence and accuracy in bins of equal width.
+
+    >>> calibration_table(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]), bins=2).count
+    tensor([0, 2])
+
+    The confidence is the largest probability. A bin includes its upper edge and not its lower one.
+    """
+    bins = whole_number("bins", bins)
+    values, labels = labelled("probabilities", probabilities, targets, rank=2)
+    confidence = values.amax(dim=1).double()
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    # Inner edges only: a rounded confidence a little above 1 falls into the last bin.
+    place = torch.bucketize(confidence, edges[1:-1])
+    count = torch.bincount(place, minlength=bins)
+
+    def mean_per_bin(amounts: Tensor) -> Tensor:
+        return torch.bincount(place, weights=amounts, minlength=bins) / count.clamp_min(1)
+
+    right = is_right(values, labels).double()
+    return CalibrationTable(edges[:-1], edges[1:], count, mean_per_bin(confidence), mean_per_bin(right))
+
+
+def ece(probabilities: Array, targets: Array, bins: int = 15) -> float:
+    """Return the expected calibration error: the gap between confidence and accuracy.
+
+    >>> ece(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 1]))
+    0.25
+
+    It is averaged over the bins of `calibration_table`, weighted by their count.
+    """
+    table = calibration_table(probabilities, targets, bins)
+    return float((table.count * (table.accuracy - table.confidence).abs()).sum() / table.count.sum())
+
+
+def temperature(probabilities: Array, targets: Array) -> float:
+    """Return the temperature that minimises the NLL of `tempered(probabilities, temperature)`.
+
+        held_out = temperature(probabilities, targets)
+        calibrated = tempered(test_probabilities, held_out)
+
+    It is between 0.01 and 100, and 1 if every temperature is equally good. Fit it on held-out data, never on the data
+    that you report results on.
+    """
+    values, labels = labelled("probabilities", probabilities, targets, rank=2)
+    logits = values.double().clamp_min(TINY).log()
+    logits -= logits.amax(dim=1, keepdim=True)
+    target = logits.gather(1, labels[:, None]).squeeze(1)
+    low, middle, high = -math.log(100), 0.0, math.log(100)
+    # NLL is convex in 1 / temperature, so its slope changes sign once and bisection cannot miss the minimum.
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        expected = (torch.softmax(logits / math.exp(middle), dim=1) * logits).sum(dim=1)
+        slope = float((expected - target).mean())
+        if slope == 0:
+            break
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return math.exp(middle)
+
+
+def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor:
+    """Apply a temperature: softmax(log p / temperature) over the classes, by default the last axis.
+
+    >>> tempered(torch.tensor([[0.9, 0.1]]), 2.0)
+    tensor([[0.7500, 0.2500]])
+
+    A temperature above 1 makes predictions less confident, one below 1 more confident. Probabilities below the smallest
+    normal float32 count as that number, as in `nll`, so a temperature can also raise a probability of 0.
+    """
+    if not TINY <= temperature < math.inf:
+        raise PluresError(f"temperature must be positive and finite, got {temperature!r}.")
+    values = tensor("probabilities", probabilities, rank=None).movedim(axis, -1)
+    return soften(distributions("probabilities", values, rank=None), temperature).movedim(-1, axis)
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertainty:
+    """The uncertainty of each sample and its two parts, in nats.
+
+        uncertainty(members).epistemic
+
+    total = aleatoric + epistemic: the entropy of the mean, the mean entropy of the members, their disagreement.
+    """
+
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+
+
+def entropy(probabilities: Array) -> Tensor:
+    """Return the entropy over the last axis in nats: shape [..., classes] becomes [...], and 0 log 0 = 0.
+
+    >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    tensor([0.6931, 0.0000])
+    """
+    return entropies(distributions("probabilities", probabilities, rank=None))
+
+
+def uncertainty(members: Array) -> Uncertainty:
+    """Split the uncertainty of each sample into noise in the data and disagreement of the members.
+
+    >>> uncertainty(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])).epistemic
+    tensor([0.6931])
+
+    Aleatoric is the mean entropy of the members; epistemic is their disagreement (the mutual information between label
+    and member, never negative). Members [members, samples, classes, ...] give one number per pixel or token.
+    """
+    return Uncertainty(*doubt(distributions("members", members, rank=3, dense=True)))
+
+
+@dataclass(frozen=True)
+class OutOfDistribution:
+    """How well a score separates out-of-distribution samples from in-distribution samples.
+
+        ood(inside_scores, outside_scores).auroc
+
+    `auroc` is the area under the ROC curve, `aupr` the average precision, and `fpr95` the fraction of in-distribution
+    samples that are flagged when at least 95 % of the out-of-distribution samples are.
+    """
+
+    auroc: float
+    aupr: float
+    fpr95: float
+
+
+def ood(inside_scores: Array, outside_scores: Array) -> OutOfDistribution:
+    """Measure how well a score separates out-of-distribution samples from in-distribution samples.
+
+    >>> ood(torch.tensor([0.1, 0.2]), torch.tensor([0.8, 0.9]))
+    OutOfDistribution(auroc=1.0, aupr=1.0, fpr95=0.0)
+
+    A higher score means less familiar; out-of-distribution samples are the positives. Equal scores share one threshold,
+    as in scikit-learn.
+    """
+    inside = numbers("inside_scores", inside_scores, rank=1).detach().cpu().double()
+    outside = numbers("outside_scores", outside_scores, rank=1).detach().cpu().double()
+    thresholds, place = torch.unique(torch.cat([inside, outside]), return_inverse=True)
+    # How many are at each threshold, and how many at or above it, from the most unusual score down.
+    false_here = torch.bincount(place[: len(inside)], minlength=len(thresholds)).flip(0).double()
+    true_here = torch.bincount(place[len(inside) :], minlength=len(thresholds)).flip(0).double()
+    false, true = false_here.cumsum(0), true_here.cumsum(0)
+    auroc = (false_here * (true - true_here / 2)).sum() / (len(inside) * len(outside))  # a tie is half a win
+    aupr = (true_here * true / (true + false)).sum() / len(outside)
+    fpr95 = false[true / len(outside) >= 0.95][0] / len(inside)
+    return OutOfDistribution(float(auroc), float(aupr), float(fpr95))
 
 
 def member_accuracies(members: Array, targets: Array) -> list[float]:

@@ -29,7 +29,7 @@ def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
     0.9189
     """
     found, spread, true = _alike(mean=mean, std=std, targets=targets)
-    return float(-_log_density(found, _positive(spread), true).mean())
+    return mixture_nll(found[None], spread[None], true)
 
 
 def mixture_nll(means: Array, stds: Array, targets: Array) -> float:
@@ -41,7 +41,10 @@ def mixture_nll(means: Array, stds: Array, targets: Array) -> float:
     It is never above the mean of the members' own `gaussian_nll`.
     """
     found, spreads, true = _members(means, stds, targets)
-    density = _log_density(found, _positive(spreads), true)
+    lowest = float(spreads.min())
+    if lowest <= 0:
+        raise PluresError(f"std has the entry {lowest:.4g}: a likelihood needs standard deviations above 0.")
+    density = torch.distributions.Normal(found, spreads, validate_args=False).log_prob(true)
     return float(-(density.logsumexp(dim=0) - math.log(len(found))).mean())
 
 
@@ -96,23 +99,12 @@ def interval_width(lower: Array, upper: Array) -> float:
     return float((high - low).mean())
 
 
-def _log_density(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
-    return -0.5 * (((targets - mean) / std).square() + math.log(2 * math.pi)) - std.log()
-
-
 def _expected_distance(mean: Tensor, std: Tensor) -> Tensor:
     """Return E|x| of normal x; |mean| if the standard deviation is 0."""
     ratio = mean / torch.where(std > 0, std, 1)
     density = torch.exp(-0.5 * ratio.square()) / math.sqrt(2 * math.pi)
     spread = 2 * std * density + mean * torch.erf(ratio / math.sqrt(2))
     return torch.where(std > 0, spread, mean.abs())
-
-
-def _positive(std: Tensor) -> Tensor:
-    lowest = float(std.min())
-    if lowest <= 0:
-        raise PluresError(f"std has the entry {lowest:.4g}: a likelihood needs standard deviations above 0.")
-    return std
 
 
 def _alike(**arrays: Array) -> list[Tensor]:
