@@ -251,7 +251,7 @@ def test_bad_held_out_data_get_one_sentence_and_leave_the_calibration(ensemble) 
         "400 held-out samples have 399 targets: give one for each": (inputs, targets[1:]),
         "targets must be integer class numbers": (inputs, targets.float()),
         "the only held-out target is class": (inputs[:1], targets[:1]),
-        "the targets are no numbers": (inputs, ["a"] * 400),
+        "the targets are not numbers": (inputs, ["a"] * 400),
         "Tensor has no targets: give both, or a loader": (inputs,),
         "the loader gave Tensor; expected pairs": ([inputs],),
     }.items():

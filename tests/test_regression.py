@@ -140,16 +140,17 @@ def test_an_empty_batch_has_an_empty_answer() -> None:
 def test_normalised_intervals_follow_the_noise_and_plain_ones_are_even() -> None:
     x, targets = waves(500, seed=8)
     answer = made().calibrate(x, targets).regress(torch.tensor([[-1.8], [1.8]]))
-    quiet, loud = (answer.interval(0.9).upper - answer.interval(0.9).lower)[:, 0].tolist()
+    lower, upper = answer.interval(0.9)
+    quiet, loud = (upper - lower)[:, 0].tolist()
     assert loud > 2 * quiet
-    plain = answer.interval(0.9, normalised=False)
-    first, second = (plain.upper - plain.lower)[:, 0].tolist()
+    lower, upper = answer.interval(0.9, normalised=False)
+    first, second = (upper - lower)[:, 0].tolist()
     assert first == pytest.approx(second, rel=1e-4)
 
 
 def test_without_held_out_data_an_interval_is_that_of_the_normal_distribution() -> None:
     answer = Regression.from_outputs(torch.zeros(1, 1, 2), variance=True)
-    assert answer.interval(0.95).upper.item() == pytest.approx(1.959964, rel=1e-4)
+    assert answer.interval(0.95)[1].item() == pytest.approx(1.959964, rel=1e-4)
 
 
 def test_calibration_scales_deviations_and_makes_held_out_targets_likelier() -> None:

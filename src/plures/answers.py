@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class Prediction:
 
     @property
     def abstained(self) -> Tensor:
-        """[B]: true where the ensemble abstains."""
+        """[B]: whether the ensemble abstains."""
         return self.label == ABSTAINED
 
     def sets(self, coverage: float = 0.9, *, adaptive: bool = False, penalty: float = 0.0, free: int = 1) -> Tensor:
@@ -173,16 +172,6 @@ class Prediction:
         return self.uncalibrated
 
 
-class Interval(NamedTuple):
-    """Two bounds for each number, [batch, outputs].
-
-    lower, upper = forecaster.regress(x).interval(0.9)
-    """
-
-    lower: Tensor
-    upper: Tensor
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Regression:
     """The prediction of a regression ensemble for a batch of B samples, D numbers each and K members.
@@ -263,8 +252,8 @@ class Regression:
             epistemic, aleatoric = square * epistemic, square * aleatoric
         return cls(mean, (aleatoric + epistemic).sqrt(), aleatoric, epistemic, means, variances, calibration)
 
-    def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> Interval:
-        """Return bounds between which each number lies with the given probability.
+    def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> tuple[Tensor, Tensor]:
+        """Return the lower and the upper bound, [B, D], between which each number lies with the given probability.
 
             lower, upper = forecaster.regress(x).interval(0.9)
 
@@ -279,7 +268,7 @@ class Regression:
             normalised = self.variances is not None if normalised is None else normalised
             plain = self.std / self.calibration.scale.to(self.std)
             half = self.calibration.half_width(plain, coverage, normalised)
-        return Interval(self.mean - half, self.mean + half)
+        return self.mean - half, self.mean + half
 
 
 def single(outputs: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class ClassCalibration:
     fitted on the samples that it is compared with.
     """
 
+    kind: ClassVar[str] = "classes"
     temperatures: Tensor
     """[members]: the temperature of the mean of the first members; the last one is the ensemble's."""
     member_temperatures: Tensor
@@ -70,19 +71,19 @@ class ClassCalibration:
             own, warmed = torch.ones_like(own), flat  # sharper members can make a worse mean
         temperatures = [_best(warmed[: count + 1].mean(0), labels) for count in range(len(flat))]
         after = nll(tempered(warmed.mean(0), temperatures[-1]), labels)
-        dense = members.dim() > 3
         ordered = plain.sort(dim=1, descending=True, stable=True).indices
         rank = (ordered.eq(labels[:, None]).int().argmax(dim=1) + 1).int()
-        none = slice(0, 0) if dense else slice(None)  # places of one image are not drawn independently of each other
+        # Places of one image are not drawn independently of each other: nothing is kept of them.
+        some = slice(0, 0) if members.dim() > 3 else slice(None)
         return cls(
             torch.tensor(temperatures, dtype=torch.float64),
             own,
             torch.tensor([nll(plain, labels), after], dtype=torch.float64),
-            plain.gather(1, labels[:, None]).squeeze(1)[none],
-            of_targets(adaptive_scores(plain), labels)[none],
-            rank[none],
-            plain.amax(1)[none],
-            _kept(warmed)[:, : 0 if dense else None],
+            plain.gather(1, labels[:, None]).squeeze(1)[some],
+            of_targets(adaptive_scores(plain), labels)[some],
+            rank[some],
+            plain.amax(1)[some],
+            _kept(warmed)[:, some],
         )
 
     @property
@@ -177,6 +178,7 @@ class NumberCalibration:
     intervals use the uncalibrated ones, as do the sets of a classifier.
     """
 
+    kind: ClassVar[str] = "numbers"
     residual: Tensor
     """[samples, outputs]: the distance between mean and target."""
     std: Tensor
@@ -225,10 +227,6 @@ class NumberCalibration:
 
 
 Calibration = ClassCalibration | NumberCalibration
-KINDS: dict[str, type[ClassCalibration] | type[NumberCalibration]] = {
-    "classes": ClassCalibration,
-    "numbers": NumberCalibration,
-}
 PREFIX = "calibration."
 WHOLE = ("rank", "count")
 POSITIVE = ("temperatures", "member_temperatures", "scale")
@@ -241,25 +239,19 @@ def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
     return {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
 
 
-def kind_of(calibration: Calibration | None) -> str | None:
-    """Return the name of a calibration's kind in a file, or None.
-
-    kind_of(ensemble.calibration)  # "classes"
-    """
-    return next((kind for kind, made in KINDS.items() if type(calibration) is made), None)
-
-
 def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
     """Return the calibration that a file stores, checked, or None."""
     if kind is None:
         return None
-    if kind not in KINDS:
+    cls = next((one for one in (ClassCalibration, NumberCalibration) if one.kind == kind), None)
+    if cls is None:
         raise PluresError(
             f"the file has a calibration of kind {kind!r}, which this version cannot read: upgrade plures"
         )
-    made = KINDS[kind](**{field.name: read(PREFIX + field.name) for field in fields(KINDS[kind])})
+    stored = {field.name: read(PREFIX + field.name) for field in fields(cls)}
+    made = cls(**stored)
     expected = made.shapes()
-    for name, tensor in [(field.name, getattr(made, field.name)) for field in fields(made)]:
+    for name, tensor in stored.items():
         if list(tensor.shape) != expected[name] or tensor.is_floating_point() == (name in WHOLE):
             raise PluresError(
                 f"the calibration in the file is damaged: its {name} have shape {list(tensor.shape)} and dtype "

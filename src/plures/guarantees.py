@@ -42,10 +42,9 @@ def quantile(scores: Array, coverage: float) -> Tensor:
     held_out = numbers("scores", scores, rank=None).double()
     rank = _rank(len(held_out), coverage)
     if rank > len(held_out):
-        takes = held_out_for_coverage(coverage)
         raise PluresError(
-            f"coverage={coverage} needs at least {takes} held-out samples, but there are {len(held_out)}: choose a "
-            "lower coverage or calibrate on more samples"
+            f"coverage={coverage} needs at least {held_out_for_coverage(coverage)} held-out samples, but there are "
+            f"{len(held_out)}: choose a lower coverage or calibrate on more samples"
         )
     return held_out.kthvalue(rank, dim=0).values
 
@@ -156,9 +155,17 @@ def select(confidence: Array, right: Array, risk: float, delta: float = 0.05) ->
             low, best = middle, Selection(threshold, bound, answered / count)
         else:
             high = middle
-    if best is None:
-        raise PluresError(_unreachable(risk, delta, count, lowest))
-    return best
+    if best is not None:
+        return best
+    if count < (takes := held_out_for_risk(risk, delta)):
+        raise PluresError(
+            f"risk={risk} with delta={delta} needs at least {takes} held-out samples, but there are {count}: choose a "
+            "higher risk or calibrate on more samples"
+        )
+    raise PluresError(
+        f"risk={risk} with delta={delta} cannot be guaranteed: even the most confident of the {count} held-out samples "
+        f"are wrong too often, and the lowest bound is {lowest:.3g}; choose a higher risk or calibrate on more samples"
+    )
 
 
 def held_out_for_risk(risk: float, delta: float = 0.05) -> int:
@@ -188,16 +195,3 @@ def _all_right(risk: float, delta: float) -> int:
 def _thresholds(count: int) -> int:
     """Return the largest number of thresholds that a bisection between 0 and count + 1 tries."""
     return math.ceil(math.log2(count + 1))
-
-
-def _unreachable(risk: float, delta: float, count: int, lowest: float) -> str:
-    takes = held_out_for_risk(risk, delta)
-    if count < takes:
-        return (
-            f"risk={risk} with delta={delta} needs at least {takes} held-out samples, but there are {count}: choose a "
-            "higher risk or calibrate on more samples"
-        )
-    return (
-        f"risk={risk} with delta={delta} cannot be guaranteed: even the most confident of the {count} held-out samples "
-        f"are wrong too often, and the lowest bound is {lowest:.3g}; choose a higher risk or calibrate on more samples"
-    )

@@ -9,7 +9,7 @@ classifier.predict_proba(X_new), classifier.predict_std(X_new)
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, Self
 
@@ -62,10 +62,9 @@ class Standardised(nn.Module):
     def __init__(self, network: nn.Module, columns: int, numbers: int = 0) -> None:
         super().__init__()
         self.network = network
-        for name, values in (("shift", torch.zeros(columns)), ("scale", torch.ones(columns))):
-            self.register_buffer(name, values.double())
-        for name, values in (("middle", torch.zeros(numbers)), ("width", torch.ones(numbers))):
-            self.register_buffer(name, values.double())
+        for shift, scale, count in (("shift", "scale", columns), ("middle", "width", numbers)):
+            self.register_buffer(shift, torch.zeros(count, dtype=torch.float64))
+            self.register_buffer(scale, torch.ones(count, dtype=torch.float64))
         self.columns, self.numbers = columns, numbers
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -92,38 +91,32 @@ class _RelativeNLL(GaussianNLL):
         return super().__call__(scaled, targets / self.width)
 
 
+@dataclass(eq=False, repr=False)
 class _Estimator(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share: settings, a network, an ensemble trained on rows."""
 
-    def __init__(
-        self,
-        method: str = "OrthogonalDropout",
-        members: int = 5,
-        *,
-        hidden: Sequence[int] = (100,),
-        network: MakeNetwork | None = None,
-        options: Mapping[str, Any] | None = None,
-        epochs: int = 60,
-        batch_size: int | None = None,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-4,
-        random_state: Any = None,
-    ) -> None:
-        # scikit-learn wants a constructor that only stores; `fit` checks.
-        self.method = method
-        self.members = members
-        self.hidden = hidden
-        self.network = network
-        self.options = options
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.random_state = random_state
+    # scikit-learn wants a constructor that only stores; `fit` checks.
+    method: str = "OrthogonalDropout"
+    members: int = 5
+    _: KW_ONLY
+    hidden: Sequence[int] = (100,)
+    network: MakeNetwork | None = None
+    options: Mapping[str, Any] | None = None
+    epochs: int = 60
+    batch_size: int | None = None
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-4
+    random_state: Any = None
 
     def _fit(self, X: Table, targets: NDArray[Any], weights: Table, outputs: int, numbers: int = 0) -> None:
-        self._check_settings()
+        one_of("method", self.method, METHODS)
+        whole_number("epochs", self.epochs)
+        number("learning_rate", self.learning_rate, "a number above 0", above=0)
+        if self.batch_size is not None:
+            whole_number("batch_size", self.batch_size)
         seed = int(check_random_state(self.random_state).randint(2**31))
+        counted = {"MCDropout": "passes", "Deterministic": None}.get(self.method, "members")
+        options = {"seed": seed, **({counted: self.members} if counted else {}), **(self.options or {})}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             make = self.network or self._mlp
@@ -131,23 +124,15 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             _learn(network.shift, network.scale, X, weights)
             if numbers:
                 _learn(network.middle, network.width, targets, weights)
-            loss = {"loss": _RelativeNLL(network.width.clone())} if numbers else {}
-            self.ensemble_ = self._ensemble(network, seed, loss)
+                options["loss"] = _RelativeNLL(network.width.clone())
+            try:
+                self.ensemble_: Ensemble = getattr(plures, self.method)(network, **options)
+            except TypeError as error:
+                raise PluresError(f"{self.method} does not take these options: {error}") from error
             for stage in self.ensemble_.stages():
                 self._train(stage, torch.from_numpy(X), torch.from_numpy(targets), torch.from_numpy(weights))
         if numbers:
             self.ensemble_.loss = GaussianNLL()
-
-    def _ensemble(self, network: nn.Module, seed: int, loss: Mapping[str, Any]) -> Ensemble:
-        counted = {} if self.method == "Deterministic" else {"members": self.members}
-        if self.method == "MCDropout":
-            counted = {"passes": self.members}
-        options = {**counted, "seed": seed, **(self.options or {}), **loss}
-        try:
-            made: Ensemble = getattr(plures, self.method)(network, **options)
-        except TypeError as error:
-            raise PluresError(f"{self.method} does not take these options: {error}") from error
-        return made
 
     def _train(self, stage: Stage, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
         rows = len(inputs)
@@ -178,13 +163,6 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         rows = torch.from_numpy(validate_data(self, X, reset=False, dtype=np.float64))
         return copy.deepcopy(self.ensemble_).double(), rows
 
-    def _check_settings(self) -> None:
-        one_of("method", self.method, METHODS)
-        whole_number("epochs", self.epochs)
-        number("learning_rate", self.learning_rate, "a number above 0", above=0)
-        if self.batch_size is not None:
-            whole_number("batch_size", self.batch_size)
-
 
 class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """Classify the rows of a table with an ensemble of small networks.
@@ -207,11 +185,13 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         """Train on rows `X` with classes `y`; a row of weight 2 counts as two rows."""
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        X, y, weights = _weighted(X, column_or_1d(y, warn=True), sample_weight)
-        self.classes_, targets = np.unique(y, return_inverse=True)
+        classes, numbered = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        X, numbered, weights = _weighted(X, numbered.astype(np.int64), sample_weight)
+        left, targets = np.unique(numbered, return_inverse=True)  # without the rows of weight 0
+        self.classes_ = classes[left]
         if len(self.classes_) < 2:
             raise ValueError(f"y has only one class, {self.classes_[0]!r}: a classifier needs two classes or more")
-        self._fit(*_ordered(X, targets.astype(np.int64), weights), len(self.classes_))
+        self._fit(X, targets, weights, len(self.classes_))
         return self
 
     def calibrate(self, X: Any, y: Any) -> Self:
@@ -227,8 +207,7 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> Table:
         """Return the probability of each class, [rows, classes], in the order of `classes_`."""
         ensemble, rows = self._exact(X)
-        probabilities: Table = ensemble.predict(rows).probabilities.numpy()
-        return probabilities
+        return ensemble.predict(rows).probabilities.numpy()
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the most probable class of each row."""
@@ -239,8 +218,7 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     def predict_std(self, X: Any) -> Table:
         """Return the standard deviation of the members' probabilities, [rows, classes]: their disagreement."""
         ensemble, rows = self._exact(X)
-        spread: Table = ensemble.predict(rows).members.numpy().std(0)
-        return spread
+        return ensemble.predict(rows).members.std(0, correction=0).numpy()
 
 
 class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
@@ -260,7 +238,7 @@ class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
         y = np.asarray(y, dtype=np.float64)
         self._flat = y.ndim == 1
-        X, targets, weights = _ordered(*_weighted(X, y.reshape(len(y), -1), sample_weight))
+        X, targets, weights = _weighted(X, y.reshape(len(y), -1), sample_weight)
         self._fit(X, targets, weights, 2 * targets.shape[1], targets.shape[1])
         return self
 
@@ -310,24 +288,21 @@ class PluresRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
 
 
 def _weighted(X: Table, y: NDArray[Any], sample_weight: Any) -> tuple[Table, NDArray[Any], Table]:
-    """Leave out rows of weight 0, repeat rows of whole weights, and bring other weights to a mean of 1."""
-    if sample_weight is None:
-        return X, y, np.ones(len(X))
+    """Leave out rows of weight 0, repeat rows of whole weights, and scale other weights to a mean of 1.
+
+    Rows are sorted by a mixture of their columns, so that what is learned does not depend on the order given.
+    """
     weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-    X, y, weights = X[weights > 0], y[weights > 0], weights[weights > 0]
-    if not len(X):
-        raise ValueError("all sample weights are zero: at least one row needs a weight above 0")
-    if (weights % 1 == 0).all() and weights.sum() <= MOST_REPEATED * len(X):
-        times = weights.astype(int)
-        return X.repeat(times, axis=0), y.repeat(times, axis=0), np.ones(times.sum())
-    return X, y, weights / weights.mean()
-
-
-def _ordered(X: Table, y: NDArray[Any], weights: Table) -> tuple[Table, NDArray[Any], Table]:
-    """Sort rows by a mixture of their columns, so that what is learned does not depend on the order given."""
     mixture = (X * np.cos(np.arange(X.shape[1]))).sum(1)
     order = np.lexsort((y.reshape(len(y), -1)[:, 0], mixture))
-    return X[order], y[order], weights[order]
+    order = order[weights[order] > 0]
+    if not len(order):
+        raise ValueError("all sample weights are zero: at least one row needs a weight above 0")
+    weights = weights[order]
+    if (weights % 1 == 0).all() and weights.sum() <= MOST_REPEATED * len(order):
+        order = order.repeat(weights.astype(int))
+        weights = np.ones(len(order))
+    return X[order], y[order], weights / weights.mean()
 
 
 def _learn(shift: Tensor, scale: Tensor, values: Table, weights: Table) -> None:

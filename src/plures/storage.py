@@ -73,7 +73,7 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
             "tied": ensemble.given.tied,
             "own_loss": ensemble.loss is not F.cross_entropy,
             "loss": losses.as_json(ensemble.loss),
-            "calibration": calibration.kind_of(ensemble.calibration),
+            "calibration": ensemble.calibration and ensemble.calibration.kind,
             "checksums": {name: checksum(tensor) for name, tensor in stored.items()},
         },
         separators=(",", ":"),

@@ -44,7 +44,8 @@ def mixture_nll(means: Array, stds: Array, targets: Array) -> float:
     lowest = float(spreads.min())
     if lowest <= 0:
         raise PluresError(f"std has the entry {lowest:.4g}: a likelihood needs standard deviations above 0.")
-    density = torch.distributions.Normal(found, spreads, validate_args=False).log_prob(true)
+    normal = torch.distributions.Normal(found, spreads, validate_args=False)
+    density = normal.log_prob(true)  # type: ignore[no-untyped-call]
     return float(-(density.logsumexp(dim=0) - math.log(len(found))).mean())
 
 
