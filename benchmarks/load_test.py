@@ -50,7 +50,6 @@ def server(pipe: Connection, width: int) -> None:
     from plures.lab.recipes import get_recipe
     from plures.lab.runs.open import Run
     from plures.lab.serving.app import server_for
-    from plures.lab.serving.batching import Model
     from plures.lab.serving.requests import Limits
 
     torch.manual_seed(0)
@@ -58,15 +57,16 @@ def server(pipe: Connection, width: int) -> None:
     for _ in ensemble.stages():
         pass
     info = DataInfo("load", [str(n) for n in range(10)], 3, 32, 32, False, [0.5] * 3, [0.25] * 3)
-    model = Model(Run(Path("load"), "orthogonal-dropout", get_recipe("cifar10"), info, "", ensemble))
+    run = Run(Path("load"), "orthogonal-dropout", get_recipe("cifar10"), info, "", ensemble)
+    engine = ensemble.engine()
     limits = Limits()
     inputs = info.normalise(torch.from_numpy(images()))
-    served = server_for(model, "127.0.0.1", 0, limits)
+    served = server_for(run, "127.0.0.1", 0, limits)
     thread = threading.Thread(target=served.run)
     thread.start()
     while not served.started:
         time.sleep(0.05)
-    votes = model.predictor.predict(inputs, batch_size=limits.batch).members.argmax(-1).T.tolist()
+    votes = engine.predict(inputs, batch_size=limits.batch).members.argmax(-1).T.tolist()
     pipe.send((served.servers[0].sockets[0].getsockname()[1], votes))
     used = 0.0
     while (asked := pipe.recv()) is not None:
@@ -75,16 +75,16 @@ def server(pipe: Connection, width: int) -> None:
         elif asked == "end":
             pipe.send(time.process_time() - used)
         else:
-            pipe.send(alone(model, inputs, limits.batch, asked))
+            pipe.send(alone(engine, inputs, limits.batch, asked))
     served.should_exit = True
     thread.join()
 
 
-def alone(model: Any, inputs: Any, batch: int, seconds: float) -> tuple[float, float]:
+def alone(engine: Any, inputs: Any, batch: int, seconds: float) -> tuple[float, float]:
     """Measure the engine without a server: images per second, and processor time of a image."""
     done, started, used = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() < started + seconds:
-        model.predictor.predict(inputs, batch_size=batch)
+        engine.predict(inputs, batch_size=batch)
         done += IMAGES
     return done / (time.perf_counter() - started), (time.process_time() - used) / done
 

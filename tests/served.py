@@ -18,7 +18,6 @@ from PIL import Image
 
 from plures.lab.runs.open import open_run
 from plures.lab.serving.app import server_for
-from plures.lab.serving.batching import Model
 from plures.lab.serving.requests import Limits
 
 Answer = tuple[int, Any]
@@ -29,7 +28,7 @@ def serving(folder: Path, limits: Limits) -> Iterator[int]:
     """Serve a run in a thread, and yield the port."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = server_for(Model(open_run(folder)), "127.0.0.1", 0, limits)
+        server = server_for(open_run(folder), "127.0.0.1", 0, limits)
         started = threading.Event()
         startup = server.startup
 

@@ -24,7 +24,7 @@ from plures.lab.costs import relative
 from plures.lab.data import DataSplit
 from plures.lab.evaluation import evaluate as evaluation
 from plures.lab.models import build
-from plures.lab.paper.published import TABLE1, TABLE3, Published
+from plures.lab.paper import TABLE1, TABLE3, Published
 from plures.lab.paper.targets import TARGETS, Scale, draw
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.runs.config import train_words

@@ -9,7 +9,7 @@ import pytest
 from browser import Browser, needed, opened
 from plures.lab.compare.rows import Row, rows_of
 from plures.lab.costs import Costs
-from plures.lab.paper.published import Published
+from plures.lab.paper import Published
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.training.train import train

@@ -25,8 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.runs.open import open_run
-from plures.lab.serving.app import serve
-from plures.lab.serving.batching import Batcher
+from plures.lab.serving.app import Batcher, serve
 from plures.lab.serving.requests import Limits, Refused
 from plures.storage import save
 from served import bad_requests, form, png, post, post_json, request, serving

@@ -30,7 +30,7 @@ from plures.lab.compare import Comparison, Job, Variant, table, unique
 from plures.lab.compare.compare import make_runs
 from plures.lab.compare.processes import is_done
 from plures.lab.compare.rows import Finished, Row
-from plures.lab.paper.published import TABLE1, paper_data
+from plures.lab.paper import PAPER, TABLE1, paper_data
 from plures.lab.paper.targets import AS_PUBLISHED, TARGETS, draw
 from plures.lab.training.progress import duration
 
@@ -204,7 +204,8 @@ def write(name: str) -> int:
             firsts.append(first)
     store.refuse_other_data(name, documents)
     if rows:
-        notes = about(name, rows) | {"machines": store.machines(documents)} | measured_on(rows, firsts) | target.notes
+        notes = about(name, rows) | {"machines": store.machines(documents)} | measured_on(rows, firsts)
+        notes |= {"paper": PAPER} | dict(target.notes)
         table.write(store.RESULTS, name, rows, target.columns(rows), notes)
     if rows and name == FIGURE1:
         shown = {one.name for one in TARGETS["figure1"].variants(recipe)}

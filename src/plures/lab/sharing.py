@@ -3,7 +3,6 @@
 Only safetensors and JSON files are read.
 """
 
-import contextlib
 import io
 import os
 import shutil
@@ -23,7 +22,7 @@ from plures.answers import Prediction
 from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.evaluation.evaluate import predictions
+from plures.lab.evaluation import evaluate
 from plures.lab.method_names import is_code
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, open_run
@@ -57,15 +56,26 @@ def push_to_hub(
     probabilities [samples, classes] and targets of held-out samples. A run that names code outside plures as its
     network or method needs `trust_code`. Log in to the hub with `huggingface-cli login`.
     """
+    run, missing = None, ""
     with TemporaryDirectory() as made:
         folder = Path(made)
         if isinstance(source, Ensemble):
-            save(source, folder / ENSEMBLE)
-            text, found = card(source, target, metrics, None, diagram=predictions is not None), predictions
+            ensemble = source
+            save(ensemble, folder / ENSEMBLE)
         else:
-            text, found = _run_into(Path(source), folder, target, data_dir, trust_code)
-        if found is not None:
-            (folder / "reliability.png").write_bytes(reliability_png(*found))
+            run = open_run(Path(source), trust_code=trust_code)
+            ensemble = run.ensemble
+            for name in READ:
+                if (run.path / name).is_file():
+                    shutil.copyfile(run.path / name, folder / name)
+            metrics = RunFolder(run.path).metrics() if (run.path / METRICS).is_file() else None
+            try:
+                predictions = _test_predictions(run, None if data_dir is None else Path(data_dir))
+            except PluresError as error:
+                predictions, missing = None, str(error)
+        if predictions is not None:
+            (folder / "reliability.png").write_bytes(_reliability_png(*predictions))
+        text = _card(ensemble, target, metrics, run, diagram=predictions is not None, missing=missing)
         (folder / "README.md").write_text(text)
         return _publish(folder, target, private)
 
@@ -96,24 +106,11 @@ def from_hub(
     return open_run(folder, trust_code=trust_code).ensemble
 
 
-def _run_into(
-    run: Path, folder: Path, target: str | Path, data_dir: str | Path | None, trust_code: bool
-) -> tuple[str, tuple[Tensor, Tensor] | None]:
-    """Copy the published files of a run, and return its card and the predictions for its test images."""
-    opened = open_run(run, trust_code=trust_code)
-    for name in READ:
-        if (run / name).is_file():
-            shutil.copyfile(run / name, folder / name)
-    metrics = RunFolder(run).metrics() if (run / METRICS).is_file() else None
-    try:
-        test = opened.data(None if data_dir is None else Path(data_dir)).test
-        members, targets = predictions(opened.ensemble, test)
-    except PluresError as error:
-        return card(opened.ensemble, target, metrics, opened, missing=str(error)), None
-    learned = opened.ensemble.calibration
+def _test_predictions(run: Run, data_dir: Path | None) -> tuple[Tensor, Tensor]:
+    members, targets = evaluate.predictions(run.ensemble, run.data(data_dir).test)
+    learned = run.ensemble.calibration
     fitted = learned if isinstance(learned, ClassCalibration) else None
-    said = Prediction.from_members(members, calibration=fitted).probabilities
-    return card(opened.ensemble, target, metrics, opened, diagram=True), (said, targets)
+    return Prediction.from_members(members, calibration=fitted).probabilities, targets
 
 
 def _publish(folder: Path, target: str | Path, private: bool) -> str:
@@ -149,11 +146,8 @@ def _refuse_pickles(source: str, names: list[str]) -> None:
 
 def _is_folder(place: str | Path) -> bool:
     """Return whether a place is a folder, not a name on the hub such as `user/name`."""
-    if isinstance(place, Path) or place.startswith((".", "/", "~")):
-        return True
-    with contextlib.suppress(OSError):  # not a possible name of a folder
-        return Path(place).is_dir()
-    return False
+    # os.path, not Path: a name may be too long for a folder, which is no error here.
+    return isinstance(place, Path) or place.startswith((".", "/", "~")) or os.path.isdir(place)  # noqa: PTH112
 
 
 ROWS = {
@@ -172,19 +166,16 @@ ROWS = {
 }
 
 
-def card(
+def _card(
     ensemble: Ensemble,
     target: str | Path,
     metrics: Mapping[str, Any] | None,
     run: Run | None,
     *,
-    diagram: bool = False,
-    missing: str = "",
+    diagram: bool,
+    missing: str,
 ) -> str:
-    """Return the model card; `missing` is the reason why there is no reliability diagram.
-
-    card(ensemble, "me/birds", {"accuracy": 0.95}, None)
-    """
+    """Return the model card; `missing` is the reason why there is no reliability diagram."""
     folder = _is_folder(target)
     rows = {name: metrics[name] for name in ROWS if metrics and metrics.get(name) is not None}
     made = ModelCard.from_template(
@@ -207,26 +198,20 @@ def card(
     return str(made)
 
 
-def reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
-    """Draw a reliability diagram: accuracy against confidence, and the number of samples below."""
+def _reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
+    """Draw a reliability diagram: accuracy against confidence, in dots whose area shows the number of samples."""
     from matplotlib.figure import Figure
 
     table = measured.calibration_table(probabilities, targets)
-    figure = Figure(figsize=(4, 5), layout="constrained")
-    axes, below = figure.subplots(2, height_ratios=(4, 1), sharex=True)
-    axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfectly calibrated")
     some = table.count > 0
-    lower, upper, confidence, accuracy, count = (
-        column[some].numpy() for column in (table.lower, table.upper, table.confidence, table.accuracy, table.count)
-    )
-    axes.bar(lower, accuracy, upper - lower, align="edge", alpha=0.5)
-    axes.plot(confidence, accuracy, "o", markersize=4, label="this ensemble", clip_on=False)
-    axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+    figure = Figure(figsize=(4, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfectly calibrated")
+    area = 12 + 400 * table.count[some] / len(targets)
+    axes.scatter(table.confidence[some], table.accuracy[some], area, alpha=0.7, label="this ensemble", clip_on=False)
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     axes.set_title(f"{len(targets)} samples, ECE {measured.ece(probabilities, targets):.3f}", fontsize=10)
-    # A bar of three samples says little.
-    below.bar(lower, count, upper - lower, align="edge", color="0.6")
-    below.set(yscale="log", ylim=(0.5, None), xlabel="confidence", ylabel="samples")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=150)
     return written.getvalue()

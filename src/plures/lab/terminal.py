@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # a list of recipes needs no torch
 
 UNKNOWN = "-"
 WIDE = 400  # without a terminal, lines are not broken
-BETWEEN = 3  # spaces between two columns
 SHOWN = 10  # members whose values are listed one by one
 
 
@@ -77,12 +76,15 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 def scores_table(title: str, found: Mapping[str, Any]) -> Table:
     """Return a table of the metrics of one ensemble, one per line."""
+    temperature = "needs validation images"
+    if found["temperature"] is not None:
+        temperature = f"at temperature {found['temperature']:.2f}, fitted on validation images"
     rows = [
         ["accuracy", percent(found["accuracy"]), f"of {found['images']:,} test images"],
         ["NLL", figure(found["nll"]), "negative log likelihood, lower is better"],
         ["Brier", figure(found["brier"]), "squared distance to the true class, 0 to 2"],
         ["ECE", figure(found["ece"], 4), "gap between confidence and accuracy"],
-        ["calibrated NLL", figure(found["calibrated_nll"]), _temperature(found["temperature"])],
+        ["calibrated NLL", figure(found["calibrated_nll"]), temperature],
         ["calibrated ECE", figure(found.get("calibrated_ece"), 4), "at the same temperature"],
         ["AURC", figure(found["aurc"], 4), "error rate of the most confident images, averaged"],
         ["member accuracy", percent(found["mean_member_accuracy"]), _each(found["member_accuracies"])],
@@ -145,12 +147,6 @@ def recipes_table(recipes: Mapping[str, Recipe]) -> Table:
         network = recipe.model if recipe.width is None else f"{recipe.model} of width {recipe.width}"
         made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs})"))
     return made
-
-
-def _temperature(value: float | None) -> str:
-    if value is None:
-        return "needs validation images"
-    return f"at temperature {value:.2f}, fitted on validation images"
 
 
 def _each(accuracies: Sequence[float]) -> str:

@@ -96,6 +96,7 @@ class Reproduce:
     def _make(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab.compare import table as write
         from plures.lab.compare.compare import compare
+        from plures.lab.paper import PAPER
         from plures.lab.paper.targets import TARGETS, draw
 
         folder = write.writable(self.out)
@@ -104,7 +105,7 @@ class Reproduce:
         documents = {}
         for comparison, rows in zip(comparisons, found, strict=True):
             chosen = target.columns(rows)
-            about = write.about(rows) | target.notes
+            about = write.about(rows) | {"paper": PAPER} | dict(target.notes)
             paths = write.write(folder, f"{self.target}-{comparison.name}", rows, chosen, about)
             documents[comparison.name] = write.document(rows, about)
             tell_failures(rows)

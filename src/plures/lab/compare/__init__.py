@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plures.errors import PluresError
 from plures.lab.method_names import METHOD_NAMES, facts, short_name
-from plures.lab.paper.published import Published
+from plures.lab.paper import Published
 from plures.lab.recipes import Recipe
 
 

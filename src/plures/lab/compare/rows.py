@@ -17,7 +17,7 @@ from plures.errors import PluresError, visible
 from plures.lab.costs import Costs, kept_costs, size_of
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
-from plures.lab.paper.published import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
+from plures.lab.paper import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
 from plures.lab.recipes import RECIPES
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder

@@ -19,7 +19,7 @@ from plures.errors import PluresError, visible
 from plures.lab import terminal
 from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.costs import machine
-from plures.lab.paper.published import Published
+from plures.lab.paper import Published
 from plures.lab.training.progress import duration
 
 # What the CSV and the JSON file hold of each run. The table shows `columns`.

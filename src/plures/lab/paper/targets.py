@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from plures.checks import unknown
 from plures.errors import PluresError
@@ -12,9 +12,19 @@ from plures.lab.compare.rows import Finished, Row
 from plures.lab.compare.table import PAPER_TITLE, Column, columns, paper_column
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import LOOKS
-from plures.lab.paper import published
-from plures.lab.paper.figures import Bars, Point, Series, against_members, member_bars
-from plures.lab.paper.published import TABLE1, TABLE3, Published, paper_data
+from plures.lab.paper import (
+    FROM_MIMO_PAPER,
+    MC_DROPOUT_NOTE,
+    MIMO_PAPER,
+    MIMO_PAPER_NOTE,
+    PAPER_FORM,
+    TABLE1,
+    TABLE3,
+    Published,
+    paper_data,
+    paper_members,
+)
+from plures.lab.paper.figures import Bars, RunMetrics, Series, against_members, member_bars
 from plures.lab.recipes import get_recipe
 from plures.lab.runs.open import open_run
 
@@ -38,7 +48,7 @@ CIFARS = {"paper": ("cifar10", "cifar100"), "cpu": ("cifar10-cpu", "cifar100-cpu
 SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
 
 LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs, a deep ensemble for 200
-FORM = tuple(f"{name}={value}" for name, value in published.PAPER_FORM["orthogonal-dropout"].items())
+FORM = tuple(f"{name}={value}" for name, value in PAPER_FORM["orthogonal-dropout"].items())
 AS_PUBLISHED = Variant("orthogonal-dropout", FORM, label="orthogonal-dropout, as published")
 ABLATION = (
     Variant("mc-dropout"),
@@ -63,12 +73,11 @@ MOST_MIMO_MEMBERS = 4  # more have no room in a ResNet
 class Target:
     """One table or figure of the paper."""
 
-    about: str
     recipes: Mapping[str, tuple[str, ...]]  # of each scale
     variants: Callable[[str], tuple[Variant, ...]]  # of a recipe
     columns: Callable[[Sequence[Row]], list[Column]] = columns
     paper: Mapping[str, Mapping[str, Published]] = field(default_factory=dict)  # if it is not table 1 or 2
-    notes: dict[str, str] = field(default_factory=lambda: {"paper": published.PAPER})
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def comparisons(self, scale: Scale, seeds: int | None = None, only: Sequence[str] = ()) -> list[Comparison]:
         """List the runs that the target needs, one comparison per recipe; `only` leaves out the other recipes."""
@@ -101,7 +110,7 @@ def member_counts(recipe: str) -> tuple[Variant, ...]:
     The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
     """
     return (
-        *(_with_members("orthogonal-dropout", count, recipe) for count in range(2, FIGURE_MEMBERS + 1)),
+        *_counted("orthogonal-dropout", FIGURE_MEMBERS, recipe),
         Variant("deep-ensemble", members=FIGURE_MEMBERS, label="deep-ensemble"),
         Variant("deep-ensemble", ("classifier=fixed",), members=FIGURE_MEMBERS, label="deep-ensemble + FC"),
     )
@@ -109,19 +118,21 @@ def member_counts(recipe: str) -> tuple[Variant, ...]:
 
 def member_counts_mimo(recipe: str) -> tuple[Variant, ...]:
     """List the runs of figure 3: MIMO and orthogonal dropout with the numbers of members that MIMO has room for."""
-    counts = range(2, MOST_MIMO_MEMBERS + 1)
     return (
-        *(_with_members("orthogonal-dropout", count, recipe) for count in counts),
-        *(_with_members("mimo", count, recipe) for count in counts),
+        *_counted("orthogonal-dropout", MOST_MIMO_MEMBERS, recipe),
+        *_counted("mimo", MOST_MIMO_MEMBERS, recipe),
         Variant("deep-ensemble", members=MOST_MIMO_MEMBERS, label="deep-ensemble"),
     )
 
 
-def _with_members(method: str, count: int, recipe: str) -> Variant:
-    """Leave out the number of members if it is that of the recipe: other tables then share the run."""
+def _counted(method: str, most: int, recipe: str) -> list[Variant]:
+    """List a method with two members and more. The recipe's own number is left out: other tables share the run."""
     usual = Variant(method).recipe(get_recipe(recipe)).members
     form = FORM if method == AS_PUBLISHED.method else ()
-    return Variant(method, form, members=None if count == usual else count, label=f"{method} {count}")
+    return [
+        Variant(method, form, members=None if count == usual else count, label=f"{method} {count}")
+        for count in range(2, most + 1)
+    ]
 
 
 def _methods(recipe: str) -> tuple[Variant, ...]:
@@ -132,31 +143,16 @@ def _methods_with_members(recipe: str) -> tuple[Variant, ...]:
     return tuple(one for one in _methods(recipe) if one.method not in ("deterministic", "mc-dropout"))
 
 
-TAKEN_OVER = f"of which {', '.join(sorted(published.FROM_MIMO_PAPER))}"
+TAKEN_OVER = f"of which {', '.join(sorted(FROM_MIMO_PAPER))}"
+WIDE_NOTES = {TAKEN_OVER: MIMO_PAPER, "deep-ensemble, mc-dropout": MIMO_PAPER_NOTE}
+ABLATION_NOTES = {"mc-dropout": MC_DROPOUT_NOTE}
 TARGETS = {
-    "table1": Target("all methods on four data sets", RESNETS, _methods, columns),
-    "table2": Target(
-        "all methods with a wide ResNet",
-        WIDE_RESNETS,
-        _methods,
-        columns,
-        notes={
-            "paper": published.PAPER,
-            TAKEN_OVER: published.MIMO_PAPER,
-            "deep-ensemble, mc-dropout": published.MIMO_PAPER_NOTE,
-        },
-    ),
-    "table3": Target(
-        "what each part contributes",
-        CONVOLUTIONS,
-        lambda recipe: ABLATION,
-        ablation_columns,
-        TABLE3,
-        notes={"paper": published.PAPER, "mc-dropout": published.MC_DROPOUT_NOTE},
-    ),
-    "figure1": Target("the accuracy of each member", RESNETS, _methods_with_members),
-    "figure2": Target("quality against the number of members", CIFARS, member_counts),
-    "figure3": Target("quality against the number of members, with MIMO", CIFARS, member_counts_mimo),
+    "table1": Target(RESNETS, _methods),
+    "table2": Target(WIDE_RESNETS, _methods, notes=WIDE_NOTES),
+    "table3": Target(CONVOLUTIONS, lambda recipe: ABLATION, ablation_columns, TABLE3, ABLATION_NOTES),
+    "figure1": Target(RESNETS, _methods_with_members),
+    "figure2": Target(CIFARS, member_counts),
+    "figure3": Target(CIFARS, member_counts_mimo),
 }
 
 
@@ -170,46 +166,38 @@ def draw(
 
 
 def _bars(comparison: Comparison, rows: Sequence[Row]) -> list[Bars]:
-    paper = TABLE3.get(paper_data(comparison.recipe.data), {})
+    known = {name: row.member_accuracy for name, row in TABLE3.get(paper_data(comparison.recipe.data), {}).items()}
     # The ablation calls the usual form by its parts.
     full = {AS_PUBLISHED.name: "orthogonal-dropout + MO + FC"}
-    groups = []
-    for row in rows:
-        known = paper.get(full.get(row.name, row.name))
-        members = tuple(tuple(run.metrics["member_accuracies"]) for run in row.runs)
-        ensemble = tuple(row.values("accuracy"))
-        groups.append(Bars(row.name, members, ensemble, known.member_accuracy if known else None))
-    return groups
+    return [Bars(row.name, _metrics(row), known.get(full.get(row.name, row.name))) for row in rows]
 
 
 def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:
     """Put rows of one method together; of a deep ensemble, its first members are an ensemble of that many."""
-    points: dict[str, list[Point]] = {}
+    points: dict[str, dict[int, RunMetrics]] = {}
     for row in rows:
-        name = row.name
-        if name.startswith("deep-ensemble"):
-            points[name] = _first_members(row.runs, data_dir)
+        if row.name.startswith("deep-ensemble"):
+            points[row.name] = _first_members(row.runs, data_dir)
         else:
-            method, _, count = name.rpartition(" ")
-            figures = (tuple(row.values(key)) for key in ("accuracy", "nll", "ece"))
-            points.setdefault(method, []).append(Point(int(count), *figures))
+            method, _, count = row.name.rpartition(" ")
+            points.setdefault(method, {})[int(count)] = _metrics(row)
     data = paper_data(comparison.recipe.data)
-    known = {**TABLE1.get(data, {}), "deep-ensemble + FC": TABLE3.get(data, {}).get("deep-ensemble + FC")}
-    series = []
-    for name, found in points.items():
-        of_paper = known.get(name)
-        paper = [] if of_paper is None else [Point.published(published.paper_members(name, wide=False), of_paper)]
-        series.append(Series(name, tuple(found), tuple(paper)))
-    return series
+    known = TABLE3.get(data, {}) | TABLE1.get(data, {})
+    return [
+        Series(name, found, {paper_members(name, wide=False): known[name]} if name in known else {})
+        for name, found in points.items()
+    ]
 
 
-def _first_members(runs: Sequence[Finished], data_dir: Path | None) -> list[Point]:
-    found = []
+def _metrics(row: Row) -> RunMetrics:
+    return [run.metrics for run in row.runs]
+
+
+def _first_members(runs: Sequence[Finished], data_dir: Path | None) -> dict[int, RunMetrics]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
     for finished in runs:
         run = open_run(finished.path)
         members, targets = predictions(run.ensemble, run.data(data_dir).test)
-        found.append([scores(members[:count], targets) for count in range(2, len(members) + 1)])
-    return [
-        Point(index + 2, *(tuple(seed[index][key] for seed in found) for key in ("accuracy", "nll", "ece")))
-        for index in range(len(found[0]) if found else 0)
-    ]
+        for count in range(2, len(members) + 1):
+            found.setdefault(count, []).append(scores(members[:count], targets))
+    return dict(found)

@@ -1,29 +1,31 @@
-"""The HTTP server of a finished run: its paths, its metrics, and what `plures serve` starts."""
+"""The HTTP server of a finished run: its paths, its batches and metrics, and what `plures serve` starts."""
 
 import asyncio
 import html
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import prometheus_client as prometheus
 import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plures.answers import Prediction
+from plures.calibration import NumberCalibration
 from plures.errors import PluresError, visible
 from plures.lab.data.images import TooLarge
-from plures.lab.evaluation.predict import check_calibrated
+from plures.lab.evaluation.evaluate import device_of
+from plures.lab.evaluation.predict import check_calibrated, image_predictions
 from plures.lab.runs.open import Run
-from plures.lab.serving.batching import Batcher, Model
-from plures.lab.serving.requests import DESCRIPTION, Limits, Refused, Upload, prepare, read_request
+from plures.lab.serving.requests import DESCRIPTION, Limits, Refused, prepare, read_request
 from plures.version import __version__
 
 DECODERS = 2  # images decoded at once: each may need hundreds of megabytes for a moment
@@ -37,16 +39,10 @@ PATHS = {"/", "/predict", "/health", "/metrics", "/openapi.json"}
 
 
 class Metrics:
-    """The metrics of a server, for Prometheus.
-
-    metrics = Metrics()
-    metrics.seconds.observe(0.012)
-    prometheus_client.generate_latest(metrics.registry)
-    """
+    """The metrics of a server, for Prometheus; a dashboard reads their names, help texts and labels."""
 
     def __init__(self) -> None:
         self.registry = registry = prometheus.CollectorRegistry()
-        # Names, help texts and labels are what a dashboard reads.
         self.requests = prometheus.Counter(
             "plures_requests", "Requests answered.", ["path", "status"], registry=registry
         )
@@ -59,44 +55,108 @@ class Metrics:
         self.queue = prometheus.Gauge("plures_queue_images", "Images that wait for a batch.", registry=registry)
 
 
-class Counted:
-    """Count the requests of an application; a plain ASGI middleware, which adds no task per request.
+class Batcher:
+    """Answer single items by a function of many; one batch runs at a time, in a thread of its own.
 
-    app.add_middleware(Counted, metrics=Metrics())
+        batcher = Batcher(answer_many, Limits())
+        batcher.start()
+        answers = await batcher.ask([pixels])
+        await batcher.stop()
+
+    A batch starts when it is full, or `wait` seconds after its first item. Items of requests that were cancelled are
+    left out. `observe` receives the size of every batch.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app = app
-        self.metrics = metrics
+    def __init__(
+        self,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        limits: Limits,
+        observe: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self.run = run
+        self.limits = limits
+        self.observe = observe
+        self._queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, "plures-network")
+        self._task: asyncio.Task[None] | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, and record its path, status and time."""
-        started, status = time.perf_counter(), 500
+    @property
+    def waiting(self) -> int:
+        """The number of items that wait for the network."""
+        return self._queue.qsize()
 
-        async def counted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
+    def start(self) -> None:
+        """Start to collect batches; call it in the event loop that asks."""
+        self._task = asyncio.create_task(self._collect())
 
+    async def stop(self) -> None:
+        """Answer what is waiting, then stop."""
+        await self._queue.join()
+        if self._task is not None:
+            self._task.cancel()
+        self._thread.shutdown()
+
+    async def ask(self, items: Sequence[Any]) -> list[Any]:
+        """Return the answers; raise `Refused` at once if too many items are waiting."""
+        if self.waiting + len(items) > self.limits.queue:
+            raise Refused(503, f"{self.waiting} images are already waiting: try again in a moment")
+        answers = [asyncio.get_running_loop().create_future() for _ in items]
+        for pair in zip(items, answers, strict=True):
+            self._queue.put_nowait(pair)
         try:
-            await self.app(scope, receive, counted)
+            return list(await asyncio.gather(*answers))
         finally:
-            if scope["type"] == "http":
-                path = scope["path"] if scope["path"] in PATHS else "other"
-                self.metrics.requests.labels(path, status).inc()
-                if path == "/predict":
-                    self.metrics.seconds.observe(time.perf_counter() - started)
+            for answer in answers:
+                answer.cancel()  # the client has left: leave it out of the next batch
+
+    async def _collect(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            try:
+                async with asyncio.timeout(self.limits.wait):
+                    while len(batch) < self.limits.batch:
+                        batch.append(await self._queue.get())
+            except TimeoutError:
+                pass
+            await self._answer([(item, answer) for item, answer in batch if not answer.done()])
+            for _ in batch:
+                self._queue.task_done()
+
+    async def _answer(self, batch: list[tuple[Any, asyncio.Future[Any]]]) -> None:
+        if not batch:
+            return
+        self.observe(len(batch))
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._thread, self.run, [item for item, _ in batch])
+        except Exception as error:  # of the network: these requests fail, the next batch is answered
+            for _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (_, answer), one in zip(batch, found, strict=True):
+            if not answer.done():
+                answer.set_result(one)
 
 
-def make_app(model: Model, limits: Limits) -> FastAPI:
-    """Return the application that answers for a model.
+def make_app(run: Run, limits: Limits) -> FastAPI:
+    """Return the application that answers for a run.
 
-    app = make_app(Model(open_run("runs/birds")), Limits())
+    app = make_app(open_run("runs/birds"), Limits())
     """
+    predictor, device = run.ensemble.engine(), device_of(run.ensemble)
+    calibration = predictor.calibration
+    assert not isinstance(calibration, NumberCalibration)  # networks for images classify
     metrics = Metrics()
-    batcher: Batcher[Any, torch.Tensor] = Batcher(model.probabilities, limits, metrics.batches.observe)
-    metrics.queue.set_function(lambda: batcher.waiting)
     decoders = ThreadPoolExecutor(DECODERS, "plures-decoder")
+
+    def members(images: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Return the members' probabilities, [members, classes], for each image, uint8 [size, size, channels]."""
+        inputs = run.info.normalise(torch.from_numpy(np.stack(images))).to(device)
+        return predictor.predict(inputs).members.cpu().unbind(1)
+
+    batcher = Batcher(members, limits, metrics.batches.observe)
+    metrics.queue.set_function(lambda: batcher.waiting)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -106,7 +166,19 @@ def make_app(model: Model, limits: Limits) -> FastAPI:
         decoders.shutdown()
 
     app = FastAPI(title="plures", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Counted, metrics=metrics)
+
+    @app.middleware("http")
+    async def count(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        started, status = time.perf_counter(), 500
+        path = request.url.path if request.url.path in PATHS else "other"
+        try:
+            response = await answer(request)
+            status = response.status_code
+            return response
+        finally:
+            metrics.requests.labels(path, status).inc()
+            if path == "/predict":
+                metrics.seconds.observe(time.perf_counter() - started)
 
     @app.exception_handler(PluresError)
     async def refuse(_request: Request, error: PluresError) -> JSONResponse:
@@ -122,21 +194,37 @@ def make_app(model: Model, limits: Limits) -> FastAPI:
     async def predict(request: Request) -> Response:
         """Predict images: label, confidence, class probabilities, uncertainty in nats, and each member's vote."""
         uploads, wanted = await read_request(request, limits)
-        check_calibrated(model.run, wanted)
-        found, failed, status = await _decode(uploads, model, limits, decoders)
-        rows = await batcher.ask([pixels for _, pixels in found])
-        answers = model.answers([name for name, _ in found], rows, wanted)
+        check_calibrated(run, wanted)
+        loop = asyncio.get_running_loop()
+        jobs = [loop.run_in_executor(decoders, prepare, upload, run.info, limits) for upload in uploads]
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        found: dict[int, Any] = {}
+        errors: dict[int, PluresError] = {}
+        for place, outcome in enumerate(outcomes):
+            if isinstance(outcome, PluresError):
+                errors[place] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                found[place] = outcome
+        answers: list[dict[str, Any]] = []
+        if rows := await batcher.ask(list(found.values())):
+            prediction = Prediction.from_members(torch.stack(rows, dim=1), wanted.abstain_below, calibration)
+            names = [uploads[place].name for place in found]
+            # asdict copies every value, which takes as long as all the rest
+            answers = [vars(one) for one in image_predictions(prediction, names, run.info.classes, wanted)]
         metrics.abstained.inc(sum(answer["label"] is None for answer in answers))
-        body: dict[str, Any] = {"predictions": answers, "failed": failed}
-        if failed:
-            body["detail"] = failed[0]["error"]
-        return JSONResponse(body, status)
+        failed = [{"file": uploads[place].name, "error": str(error)} for place, error in errors.items()]
+        body = {"predictions": answers, "failed": failed}
+        if not errors:
+            return JSONResponse(body)
+        first = next(iter(errors.values()))
+        return JSONResponse(body | {"detail": str(first)}, 413 if isinstance(first, TooLarge) else 422)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Return the state of the server and what it serves."""
-        classes = list(model.info.classes)
-        return {"status": "ok", "method": model.run.method, "data": model.info.name, "classes": classes}
+        return {"status": "ok", "method": run.method, "data": run.info.name, "classes": list(run.info.classes)}
 
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
@@ -146,38 +234,16 @@ def make_app(model: Model, limits: Limits) -> FastAPI:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> str:
-        title = html.escape(f"{model.info.name}: {model.run.method}")
+        title = html.escape(f"{run.info.name}: {run.method}")
         return files("plures.lab.serving").joinpath("page.html").read_text("utf-8").replace("{{title}}", title)
 
     return app
 
 
-async def _decode(
-    uploads: list[Upload], model: Model, limits: Limits, decoders: ThreadPoolExecutor
-) -> tuple[list[tuple[str, Any]], list[dict[str, str]], int]:
-    """Decode the images of a request; return names with pixels, failures with their reason, and the status."""
-    loop = asyncio.get_running_loop()
-    jobs = [loop.run_in_executor(decoders, prepare, upload, model.info, limits) for upload in uploads]
-    outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-    found: list[tuple[str, Any]] = []
-    failed: list[dict[str, str]] = []
-    status = 200
-    for upload, outcome in zip(uploads, outcomes, strict=True):
-        if isinstance(outcome, PluresError):
-            if not failed:  # the status is that of the failure in `detail`
-                status = 413 if isinstance(outcome, TooLarge) else 422
-            failed.append({"file": upload.name, "error": str(outcome)})
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            found.append((upload.name, outcome))
-    return found, failed, status
-
-
-def server_for(model: Model, host: str, port: int, limits: Limits) -> uvicorn.Server:
-    """Return the server of a model, not started yet."""
+def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server:
+    """Return the server of a run, not started yet."""
     config = uvicorn.Config(
-        make_app(model, limits),
+        make_app(run, limits),
         host=host,
         port=port,
         http="h11",
@@ -197,7 +263,7 @@ def serve(run: Run, host: str, port: int, limits: Limits) -> None:
         host.encode("idna")
     except UnicodeError as error:
         raise PluresError(f"host={host!r}; use the name or the address of this machine, such as 127.0.0.1") from error
-    server = server_for(Model(run), host, port, limits)
+    server = server_for(run, host, port, limits)
     print(visible(f"http://{host}:{port} serves {run.path}; press Ctrl-C to stop"), file=sys.stderr, flush=True)
     try:
         server.run()

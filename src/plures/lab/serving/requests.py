@@ -42,10 +42,7 @@ class Limits:
 
 
 class Refused(PluresError):  # noqa: N818 (it is an answer)
-    """End a request with a status and one sentence.
-
-    raise Refused(413, "65 images are more than 64 per request: send fewer")
-    """
+    """End a request with a status and one sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -101,10 +98,7 @@ class Upload(NamedTuple):
 
 
 async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], Wanted]:
-    """Return the images and options of a request.
-
-    uploads, wanted = await read_request(request, Limits())
-    """
+    """Return the images and options of a request."""
     body = await _body(request, limits)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
