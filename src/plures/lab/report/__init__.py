@@ -95,9 +95,10 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
     data = first.config["data"]
     networks = " and ".join(dict.fromkeys(run.config["recipe"]["model"] for row in rows for run in row.runs))
     who = f"{len(rows)} ways to use" if len(rows) > 1 else f"{rows[0].name} with"
+    count = sum(len(row.runs) for row in rows)
     about = (
         f"{who} the network {networks}, trained on {data['name']} and tested on {first.metrics['images']:,} "
-        f"images of {len(data['classes'])} classes; {sum(len(row.runs) for row in rows)} runs in all."
+        f"images of {len(data['classes'])} classes; {count} run{'s' if count > 1 else ''} in all."
     )
     stuck = [
         f"{one.name} is at chance: it is right on {percent(one.metrics['accuracy'])} of the test images, and always "

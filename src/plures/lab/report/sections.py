@@ -99,7 +99,7 @@ def _members(details: Sequence[Detail]) -> list[Panel]:
                 axes.plot(numbers, line, color=one.colour, linewidth=2)
                 axes.set(title=title, xlabel="members", ylim=(min(every) - margin, max(every) + margin))
                 whole_axis(axes)
-            left.scatter(numbers, alone, 12, one.colour, alpha=0.6, linewidths=0)
+            left.scatter(numbers, alone, 24, one.colour, alpha=0.6, linewidths=0)
             percent_axis(left)
 
         (accuracy, nll), (last_accuracy, last_nll) = one.added[0], one.added[-1]
