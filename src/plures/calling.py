@@ -13,10 +13,7 @@ Result = TypeVar("Result")
 
 
 class Arguments(NamedTuple):
-    """Hold what a network is called with, if a tensor, a tuple or a dict does not say it all.
-
-    call(network, Arguments((images,), {"mask": mask}))
-    """
+    """Hold what a network is called with, if a tensor, a tuple or a dict does not say it all."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,18 +33,13 @@ def arguments(inputs: Any) -> Arguments:
 
 
 def call(network: nn.Module, inputs: Any) -> Any:
-    """Call a network on a tensor, a tuple of positional or a dict of named arguments.
-
-    output = call(network, {"pixel_values": images})
-    """
+    """Call a network on a tensor, a tuple of positional or a dict of named arguments."""
     args, kwargs = arguments(inputs)
     return network(*args, **kwargs)
 
 
 def call_with(network: nn.Module, values: Mapping[str, Tensor], at: Mapping[str, str], inputs: Any) -> Any:
     """Call a network with other tensors in the place of its own; `at` is its `places`.
-
-        output = call_with(shell(network), {"fc.weight": weight}, places(network), images)
 
     While it runs the tensors stand in the network, where every thread sees them: give a `shell` that is yours alone.
     """
@@ -57,10 +49,7 @@ def call_with(network: nn.Module, values: Mapping[str, Tensor], at: Mapping[str,
 
 
 def logits_of(output: Any) -> Tensor:
-    """Take the logits from what a network returned: a tensor, or an object with `.logits` as in transformers.
-
-    logits = logits_of(network(images))
-    """
+    """Take the logits from what a network returned: a tensor, or an object with `.logits` as in transformers."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise PluresError(f"the network returned {type(output).__name__}; expected a tensor or an object with .logits")
@@ -68,10 +57,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def refuse_nan(inputs: Any) -> None:
-    """Refuse inputs with NaN, naming the first sample that has one.
-
-    refuse_nan(images)
-    """
+    """Refuse inputs with NaN, naming the first sample that has one."""
     args, kwargs = arguments(inputs)
     for tensor in (*args, *kwargs.values()):
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -80,19 +66,13 @@ def refuse_nan(inputs: Any) -> None:
 
 
 def batch_of(inputs: Any) -> Tensor | None:
-    """Find the tensor whose first axis is the batch: the first one that has an axis.
-
-    len(batch_of({"pixel_values": images}))
-    """
+    """Find the tensor whose first axis is the batch: the first one that has an axis."""
     args, kwargs = arguments(inputs)
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0), None)
 
 
 def rows_of(inputs: Any, rows: slice | Tensor) -> Arguments:
-    """Take some samples of a batch of inputs; what has another length than the batch goes along whole.
-
-    rows_of({"pixel_values": images, "scale": 2.0}, slice(0, 32))
-    """
+    """Take some samples of a batch of inputs; what has another length than the batch goes along whole."""
     args, kwargs = arguments(inputs)
     batch = batch_of(inputs)
 
@@ -104,10 +84,7 @@ def rows_of(inputs: Any, rows: slice | Tensor) -> Arguments:
 
 
 def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
-    """Cut a batch of inputs into batches of at most `size` samples.
-
-    for chunk in chunks({"pixel_values": images}, 32): ...
-    """
+    """Cut a batch of inputs into batches of at most `size` samples."""
     if size is not None and size < 1:
         raise PluresError(f"batch_size={size}; it must be at least 1")
     batch = batch_of(inputs)
@@ -119,10 +96,7 @@ def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
 
 
 def copied(inputs: Any) -> Arguments:
-    """Copy the tensors of a batch of inputs, for a network that may change them in place.
-
-    output = call(network, copied(images))
-    """
+    """Copy the tensors of a batch of inputs, for a network that may change them in place."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -137,9 +111,6 @@ def copied(inputs: Any) -> Arguments:
 
 class Lender(Generic[Structure]):
     """Lend a structure to one call at a time: any number of threads may run a network whose hooks or tensors change.
-
-        lender = Lender()
-        logits = lender.lend(ensemble, lambda: shell(ensemble.network), lambda network: network(images))
 
     A returned structure is lent again. Copies, also in another process, start with an empty lender.
     """

@@ -31,19 +31,13 @@ def unknown(kind: str, given: str, known: Iterable[str]) -> PluresError:
 
 
 def one_of(name: str, value: Any, accepted: Collection[Any]) -> None:
-    """Refuse a value that is not among those accepted.
-
-    one_of("granularity", granularity, get_args(Granularity))
-    """
+    """Refuse a value that is not among those accepted."""
     if not isinstance(value, str | None) or value not in accepted:
         raise PluresError(f"{name}={value!r}; use one of {', '.join(one for one in accepted if one is not None)}")
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Refuse what is not a whole number within bounds; return it as Python's own, which JSON can hold.
-
-    members = whole_number("members", members, least=2, most=255)
-    """
+    """Refuse what is not a whole number within bounds; return it as Python's own, which JSON can hold."""
     bounds = f"{least} or more" if most is None else f"from {least} to {most}"
     whole = isinstance(value, Integral) and not isinstance(value, bool)  # numpy's numbers, too
     if not whole or value < least or (most is not None and value > most):
@@ -64,10 +58,7 @@ def check_members(members: Any, least: int = 1) -> int:
 
 
 def number(name: str, value: Any, accepted: str, *, above: float = -math.inf, below: float = math.inf) -> None:
-    """Refuse what is not a finite number strictly between two bounds; `accepted` says so in words.
-
-    number("alpha", alpha, "a number above 0", above=0)
-    """
+    """Refuse what is not a finite number strictly between two bounds; `accepted` says so in words."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or not math.isfinite(value) or not above < value < below:
         raise PluresError(f"{name}={value!r}; use {accepted}")

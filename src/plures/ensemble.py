@@ -23,8 +23,6 @@ from plures.tensors import aliases, check_network, overwrite, own_tensors, tenso
 class Given:
     """The network that an ensemble was made from: its class, its tensors and its size.
 
-        ensemble.given.name, ensemble.given.nbytes
-
     `shapes` has all names of its tensors; `tied` maps each further name of a tied tensor to the first.
     """
 
@@ -44,9 +42,6 @@ class Given:
 @dataclass(frozen=True)
 class Stored:
     """What a file holds of an ensemble; its tensors are read one by one, when they are needed.
-
-        stored.options["members"], stored.shapes["network.fc.weight"]
-        weight = stored.read("network.fc.weight", [10, 512])
 
     `get` reads a tensor whatever its size; `read` first compares its shape. `members` names those to be read, where not
     all are.

@@ -19,9 +19,6 @@ from plures.errors import PluresError
 def replacing(path: Path) -> Iterator[Path]:
     """Write a file beside the one that it replaces; it takes that place when it is complete and on the disk.
 
-        with replacing(Path("birds.safetensors")) as beside:
-            beside.write_bytes(contents)
-
     A crash leaves the old file or the new one. A file system's error becomes one sentence, and the old file stays.
     Missing folders are made.
     """

@@ -31,10 +31,7 @@ def check_seed(seed: object) -> int:
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
-    """Make the random generator of one purpose: the same seed and key always give the same numbers.
-
-    torch.randn(3, generator=generator(0, "member", 2))
-    """
+    """Make the random generator of one purpose: the same seed and key always give the same numbers."""
     return torch.Generator().manual_seed(seed_of(seed, *key))
 
 

@@ -48,10 +48,7 @@ def due(plan: Sequence[Step]) -> Step | None:
 
 
 class RunsNetwork(Protocol):
-    """A faster way to run the network of a stage.
-
-    output = engine.output(stage.network, inputs)  # None: call the network
-    """
+    """A faster way to run the network of a stage."""
 
     def output(self, network: nn.Module, inputs: Any) -> Any:
         """Return what the network returns for a batch, or None if the network must be called itself."""
@@ -61,12 +58,7 @@ class RunsNetwork(Protocol):
 
 
 class TrainingRecord(nn.Module):
-    """Count training steps and keep the recent loss, in tensors: nothing waits for a GPU, and compilers can follow.
-
-    record = TrainingRecord()
-    record.add(loss, chance=math.log(10), data=[images])
-    record.recent_loss()
-    """
+    """Count training steps and keep the recent loss, in tensors: nothing waits for a GPU, and compilers can follow."""
 
     steps: Tensor
     loss: Tensor

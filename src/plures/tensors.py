@@ -141,9 +141,6 @@ def places(network: nn.Module) -> dict[str, str]:
 def shell(network: Structure) -> Structure:
     """Copy the structure of a network around its very tensors: no number is copied.
 
-        borrowed = shell(network)
-        assert borrowed.weight is network.weight
-
     `network` may also be a tuple of modules and what belongs to them, which stay together in the copy.
     """
     modules = [part for part in (network if isinstance(network, tuple) else (network,)) if isinstance(part, nn.Module)]

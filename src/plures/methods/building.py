@@ -23,14 +23,6 @@ Reduction = Literal["mean", "sum"]
 class OneStage(Ensemble):
     """Build a method whose members live in one network and are trained together, in one `train` stage.
 
-        class Single(OneStage):
-            def __init__(self, network, loss=None):
-                super().__init__(network, loss, copy.deepcopy(network))
-
-            def forward(self, *args, **kwargs):
-                self._require_trained()
-                return logits_of(self.network(*args, **kwargs)).unsqueeze(0)
-
     `built` is the network that the method made of the user's: the stage trains a copy of it. A method whose loss is not
     that of the network's logits overrides `_stage`. With `ready` the ensemble can predict before it is trained.
     """
@@ -122,10 +114,6 @@ class TogetherStage(Stage):
 class ManyInOne(OneStage):
     """Build a method whose one network returns the logits of all members, [members, batch, classes].
 
-        class Twice(ManyInOne):
-            def __init__(self, network, loss=None):
-                super().__init__(network, loss, Tiled(copy.deepcopy(network), members=2, rows=Rows()))
-
     It trains on the mean of the losses of what the network returns, or with `reduction = "sum"` on their sum, unless
     the method overrides `_stage`.
     """
@@ -210,8 +198,6 @@ def widths(layer: Layer) -> tuple[int, int]:
 
 def rehearse(network: nn.Module, tiled: nn.Module, members: int, explain: str) -> None:
     """Try a rewritten network without computing anything, and refuse now what would fail in training.
-
-        rehearse(network, Tiled(...), 5, "BatchEnsemble cannot run ResNet")
 
     The input's shape is guessed from the layers. Where no guess suits the given network itself, nothing is learned, and
     a misfit shows with the first batch.

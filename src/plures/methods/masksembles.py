@@ -117,8 +117,6 @@ class Masks(nn.Module):
 def masks(channels: int, members: int, scale: float, random: torch.Generator) -> Tensor:
     """Draw masks of equally many channels that together use them all, as booleans [members, channels].
 
-        masks(64, members=5, scale=2.0, random=torch.Generator())
-
     Each mask is drawn from about `scale` times as many positions as it has ones; positions that no mask uses are
     dropped. The number of positions that gives about the right width is computed; then masks are drawn until it fits.
     """

@@ -170,9 +170,6 @@ def shuffles(
 ) -> Tensor:
     """Return which sample of a batch goes where: one row for each slot, [members, batch x batch_repetition].
 
-        rows = shuffles(128, members=2, batch_repetition=4, input_repetition=0.0)
-        first_slot = images[rows[0]]
-
     Every row holds every sample `batch_repetition` times. The last columns, a share `input_repetition` of them, are the
     same in all rows.
     """

@@ -95,8 +95,6 @@ class PackedEnsemble(ManyInOne):
 class Fold:
     """Bring the members of a sample side by side on the channel axis for one layer, and back into the batch after it.
 
-        around(nn.Conv2d(128, 128, 3, groups=4), Fold(4, rows))
-
     In the batch the members of a sample follow each other, so both are mere views of the same numbers.
     """
 
@@ -161,9 +159,6 @@ class PackedLayerNorm(nn.Module):
 
 class Packing:
     """Compute how wide each layer of a member is, and pack a network's layers accordingly.
-
-        packing = Packing(network, members=4, alpha=2.0, gamma=1, first="stem", last="fc", seed=0)
-        network = packing.pack(network)
 
     Where alpha is None it becomes the one nearest to sqrt(members) that makes every width whole.
     """

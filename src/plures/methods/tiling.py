@@ -18,10 +18,6 @@ from plures.errors import PluresError
 class Rows:
     """Know which member each row of the running batch belongs to; one object, shared by all layers of a network.
 
-        rows = Rows()
-        rows.count = 15  # five members, three samples each, member after member
-        rows.spread(alpha, x)  # the row of alpha that belongs to each row of x
-
     `Tiled` writes it before the network runs. `owner` gives the member of each row where it is not simply as many rows
     for each, member after member. A layer may see several rows (tokens, frames) for each row of the batch.
     """
@@ -49,8 +45,6 @@ class Rows:
 
 class Tiled(nn.Module):
     """Run a rewritten network on each sample once per member; return [members, batch, classes].
-
-        Tiled(network, 5, rows)(images)
 
     The tiled batch has all samples of the first member, then all of the second, and so on; with `interleave` it has
     all members of the first sample, then all of the second.

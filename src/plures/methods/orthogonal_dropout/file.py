@@ -209,9 +209,6 @@ def digits_per_word(base: int) -> int:
 def pack(values: Tensor, base: int) -> Tensor:
     """Pack small integers as base-`base` digits into 64-bit words, near log2(base) bits each.
 
-        words = pack(owners, base=5)  # 27 owners in each int64
-        assert unpack(words, base=5, count=owners.numel()).equal(owners.flatten())
-
     The words are unsigned numbers stored in int64.
     """
     if not 2 <= base <= 256:

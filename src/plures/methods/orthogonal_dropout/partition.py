@@ -170,11 +170,7 @@ def sizes(count: int, members: int) -> list[int]:
 
 
 class Private(nn.Module):
-    """Keep one copy per member of some tensors, as rows of one stack each.
-
-    private = Private({"bn.weight": network.bn.weight}, members=5)
-    private.rows(2)["bn.weight"]
-    """
+    """Keep one copy per member of some tensors, as rows of one stack each."""
 
     def __init__(self, like: Mapping[str, Tensor], members: int) -> None:
         super().__init__()
@@ -202,9 +198,6 @@ class Private(nn.Module):
 @dataclass(frozen=True)
 class SplitNetwork:
     """The parts of a split network, and the members that can predict.
-
-        split = SplitNetwork(network, roles, partition, private, trained=[0, 1])
-        network = split.checkout(split.trained[0])
 
     `network` holds the weights of all members in its split tensors, and in its private ones the values that each member
     starts from.

@@ -151,12 +151,7 @@ def _statistic(network: nn.Module, name: str) -> bool:
 
 
 class Progress:
-    """Keep the phases that each member has behind it, in order.
-
-    progress = Progress(members=5)
-    progress.committed[0].append("pretrain")
-    progress.in_training  # 0
-    """
+    """Keep the phases that each member has behind it, in order."""
 
     def __init__(self, members: int) -> None:
         self.committed: list[list[str]] = [[] for _ in range(members)]

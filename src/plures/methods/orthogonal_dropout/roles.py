@@ -147,8 +147,6 @@ def no_classifier(network: nn.Module) -> PluresError:
 def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the classifier's trainable tensors: of the last layer, or those that are shared instead.
 
-        classifier_tensors(network)  # ["fc.weight", "fc.bias"]
-
     Embeddings may be shared, too, and are no classifier.
     """
     names = {name: tensor for name, tensor in tensors(network).items() if tensor.requires_grad}
