@@ -87,7 +87,7 @@ def test_accelerate(data, digits, usual):
 @pytest.mark.slow
 def test_hugging_face_trainer(data, digits, usual, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from plures.loops.hugging_face import StageModel
+    from plures.loops import StageModel
 
     rows = [{"x": image, "labels": label} for image, label in digits]
     settings = transformers.TrainingArguments(
@@ -108,7 +108,7 @@ def lightning_trainer(folder, epochs=EPOCHS, **more):
 
 def test_lightning(data, digits, usual, tmp_path):
     pytest.importorskip("lightning")
-    from plures.loops.lightning import StageModule
+    from plures.loops import StageModule
 
     trained = ensemble()
     for stage in trained.stages():
@@ -119,7 +119,7 @@ def test_lightning(data, digits, usual, tmp_path):
 
 def test_lightning_goes_on_from_a_checkpoint_with_the_same_bits(digits, tmp_path):
     lightning = pytest.importorskip("lightning")
-    from plures.loops.lightning import StageModule
+    from plures.loops import StageModule
 
     class Losses(lightning.Callback):
         seen: list[float]

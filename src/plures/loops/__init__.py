@@ -1,1 +1,0 @@
-"""Adapters between a stage and the trainers of other libraries."""
