@@ -43,8 +43,8 @@ class Given:
 class Stored:
     """What a file holds of an ensemble; its tensors are read one by one, when they are needed.
 
-    `get` reads a tensor whatever its size; `read` first compares its shape. `members` names those to be read, where not
-    all are.
+    `get` reads a tensor whatever its size; `read` first compares its shape. `members` are those to be read, if not all
+    are. `loss` is the one that the file names, if it names one.
     """
 
     options: Mapping[str, Any]
@@ -52,6 +52,7 @@ class Stored:
     shapes: Mapping[str, Sequence[int]]
     get: Callable[[str], Tensor]
     members: Sequence[int] | None = None
+    loss: Loss | None = None
 
     def check(self, name: str, expected: Sequence[int]) -> None:
         """Refuse a file whose options promise another shape than it holds, before anything of that size is made."""
@@ -197,7 +198,8 @@ class Ensemble(Predictor, ABC):
         if stored.members is not None:
             raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(stored.members)}")
         cls._check_before_building(network, stored)
-        ensemble = cls(network, **stored.options)
+        loss = {} if stored.loss is None else {"loss": stored.loss}
+        ensemble = cls(network, **stored.options, **loss)
         ensemble._fill(stored)
         return ensemble
 

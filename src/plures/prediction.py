@@ -4,7 +4,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
 
 log = logging.getLogger("plures")
+Kind = TypeVar("Kind", ClassCalibration, NumberCalibration)
 
 
 class Predictor(nn.Module):
@@ -83,7 +84,8 @@ class Predictor(nn.Module):
             if until is not None:
                 return self._predict_until(inputs, batch_size, abstain_below, until)
             logits = self._logits(inputs, batch_size)
-            return Prediction.from_logits(logits, abstain_below, self._class_calibration(len(logits), calibrated))
+            found = self._calibration_of(ClassCalibration, len(logits)) if calibrated else None
+            return Prediction.from_logits(logits, abstain_below, found)
 
     def regress(self, inputs: Any, *, batch_size: int | None = None, calibrated: bool = True) -> Regression:
         """Predict numbers with all trained members: mean, standard deviation and its two parts.
@@ -103,8 +105,7 @@ class Predictor(nn.Module):
         refuse_nan(inputs)
         with torch.no_grad():
             outputs = self._logits(inputs, batch_size)
-        found = self.calibration if calibrated and isinstance(self.calibration, NumberCalibration) else None
-        self._same_members(found, len(outputs))
+        found = self._calibration_of(NumberCalibration, len(outputs)) if calibrated else None
         return Regression.from_outputs(outputs, variance=isinstance(self.loss, GaussianNLL), calibration=found)
 
     def calibrate(
@@ -218,17 +219,14 @@ class Predictor(nn.Module):
                 break
         return joined(found, len(margins))
 
-    def _class_calibration(self, members: int, wanted: bool) -> ClassCalibration | None:
-        found = self.calibration if wanted and isinstance(self.calibration, ClassCalibration) else None
-        self._same_members(found, members)
-        return found
-
-    def _same_members(self, found: Calibration | None, members: int) -> None:
+    def _calibration_of(self, kind: type[Kind], members: int) -> Kind | None:
+        found = self.calibration if isinstance(self.calibration, kind) else None
         if found is not None and found.members != members:
             raise PluresError(
                 f"this ensemble was calibrated with {found.members} members and has {members} now: calibrate it again, "
                 "or call with calibrated=False"
             )
+        return found
 
     def _fitted(self, batches: Iterable[tuple[Any, Tensor]], size: int | None, per_member: bool) -> Calibration:
         answers: list[Prediction | Regression] = []

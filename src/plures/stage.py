@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +45,6 @@ def due(plan: Sequence[Step]) -> Step | None:
     'member 1 train'
     """
     return next((step for step in plan if not step.committed), None)
-
-
-class RunsNetwork(Protocol):
-    """A faster way to run the network of a stage."""
-
-    def output(self, network: nn.Module, inputs: Any) -> Any:
-        """Return what the network returns for a batch, or None if the network must be called itself."""
-
-    def takes(self, network: nn.Module, images: int) -> bool:
-        """Return whether it runs batches of this many images, on the CPU and in float32."""
 
 
 class TrainingRecord(nn.Module):
@@ -109,7 +99,7 @@ class Stage(nn.Module):
         self.step = step
         self.loss = loss
         self.committed = False
-        self.engine: RunsNetwork | None = None  # a faster way to run the network, if there is one
+        self.engine: Any = None  # a faster way to run the network, if there is one: a TrainingEngine
         self.record = TrainingRecord()
         if (first := next(self.parameters(), None)) is not None:
             self.record.to(first.device)
@@ -202,24 +192,15 @@ class Stage(nn.Module):
     def _warn_if_untrained(self) -> None:
         steps, chance = int(self.record.steps), float(self.record.chance)
         if self._sums() == self._start:
-            if steps:
-                log.warning(
-                    "stage '%s' is committed, but its parameters did not change in %d steps: call optimizer.step()",
-                    self.name,
-                    steps,
-                )
-            else:
-                log.warning("stage '%s' is committed without a training step", self.name)
+            unchanged = f", but its parameters did not change in {steps} steps: call optimizer.step()"
+            log.warning(f"stage '{self.name}' is committed{unchanged if steps else ' without a training step'}")
         elif 0 < steps < FEW_STEPS and not self._resumed:
-            log.warning("stage '%s' is committed after only %d training steps", self.name, steps)
-        elif steps and chance and self.record.recent_loss() > NO_BETTER * chance:
+            log.warning(f"stage '{self.name}' is committed after only {steps} training steps")
+        elif steps and chance and (loss := self.record.recent_loss()) > NO_BETTER * chance:
+            classes = round(math.exp(chance / self._heads))
             log.warning(
-                "stage '%s' ends with a loss of %.2f, no better than chance (%.2f for %d classes): train it for more "
-                "steps, or with another learning rate",
-                self.name,
-                self.record.recent_loss(),
-                chance,
-                round(math.exp(chance / self._heads)),
+                f"stage '{self.name}' ends with a loss of {loss:.2f}, no better than chance ({chance:.2f} for "
+                f"{classes} classes): train it for more steps, or with another learning rate"
             )
 
     def _sums(self) -> dict[str, Any]:

@@ -38,7 +38,6 @@ PARTS: dict[str, type] = {
 }
 # A file may be so many times smaller than its network (half precision, narrow members) before it is suspicious.
 MOST_SMALLER, SMALL = 64, 1 << 26
-log = logging.getLogger("plures")
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -107,13 +106,13 @@ def load(
     - `method`: the class of a method that is not part of plures.
     """
     path = Path(path)
-    made = network if isinstance(network, nn.Module) else _made(network)
+    made = network() if callable(network) and not isinstance(network, nn.Module) else network
+    check_network(made)
 
     def build(document: dict[str, Any], stored: Stored) -> Ensemble:
         _same_network(path, made, document["shapes"], document["tied"])
         ensemble = _method(path, document["method"], method)._restore(made, stored)
-        named = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
-        ensemble.loss = loss or named or (_missing_loss if document["own_loss"] else F.cross_entropy)
+        ensemble.loss = loss or stored.loss or (_missing_loss if document["own_loss"] else F.cross_entropy)
         if members is None:
             ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
         elif document.get("calibration") is not None:  # what some members are worth was not measured
@@ -179,30 +178,16 @@ def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str,
                 return tensor
 
             shapes = {name: file.get_slice(name).get_shape() for name in checksums}
-            return use(document, Stored(document["options"], document["state"], shapes, read, members))
+            loss = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
+            return use(document, Stored(document["options"], document["state"], shapes, read, members, loss))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise PluresError(f"{path} is damaged or not a safetensors file: {error}") from None
-    except UNREADABLE as error:
+    except PluresError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever a forged header leads to: wrong types, missing keys, numbers beyond all bounds
         raise PluresError(f"{path} cannot be read as an ensemble: {type(error).__name__}: {error}") from error
-
-
-# What a forged header can lead to: wrong types, missing keys, numbers beyond all bounds.
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
-def _made(make: Callable[[], nn.Module]) -> nn.Module:
-    network = make() if callable(make) else make
-    check_network(network)
-    return network
 
 
 def _method(path: Path, name: str, given: type[Ensemble] | None) -> type[Ensemble]:

@@ -13,7 +13,7 @@ from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne, TogetherStage
-from plures.methods.tiling import Rows, Tiled, along_width, around, replace
+from plures.methods.tiling import Rows, Tiled, along_width, replace
 from plures.seeding import generator
 from plures.tensors import Layer, own_tensors
 
@@ -26,17 +26,12 @@ class BatchEnsembleStage(TogetherStage):
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Return parameter groups: decay would pull the factors, which start around 1, to 0."""
-        factors = [
-            parameter
-            for module in self.modules()
-            if isinstance(module, Factors)
-            for parameter in (module.alpha, module.gamma)
-        ]
-        known = {id(parameter) for parameter in factors}
-        others = [
-            parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in known
-        ]
-        return [{"params": others, "weight_decay": weight_decay}, {"params": factors, "weight_decay": 0.0}]
+        found = [module for module in self.modules() if isinstance(module, Factors)]
+        factors = [parameter for module in found for parameter in (module.alpha, module.gamma)]
+        known = set(map(id, factors))
+        (every,) = super().parameter_groups(weight_decay)
+        every["params"] = [parameter for parameter in every["params"] if id(parameter) not in known]
+        return [every, {"params": factors, "weight_decay": 0.0}]
 
 
 class BatchEnsemble(ManyInOne):
@@ -74,7 +69,10 @@ class BatchEnsemble(ManyInOne):
         rows = Rows()
         built = building.started(network, init, seed)
         for name, layer in building.layers_of(built).items():
-            around(layer, Factors(layer, members, rows, factors, seed, name))
+            own = Factors(layer, members, rows, factors, seed, name)
+            layer.add_module("members", own)
+            layer.register_forward_pre_hook(own.before)
+            layer.register_forward_hook(own.after)
         if private_norm:
             built = _with_private_norm(built, members)
         tiled = Tiled(built, members, rows)
@@ -123,11 +121,12 @@ class Factors(nn.Module):
             self.bias = nn.Parameter(layer.bias.detach().repeat(members, 1), layer.bias.requires_grad)
             layer.bias = None
 
-    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Scale the inputs."""
-        return x * along_width(self.rows.spread(with_half_gradient(self.alpha), x), x, layer)
+        x, *others = args
+        return (x * along_width(self.rows.spread(with_half_gradient(self.alpha), x), x, layer), *others)
 
-    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
+    def after(self, layer: nn.Module, _args: object, y: Tensor) -> Tensor:
         """Scale the outputs and shift them."""
         y = y * along_width(self.rows.spread(with_half_gradient(self.gamma), y), y, layer)
         if self.bias is None:

@@ -73,11 +73,6 @@ class OneStage(Ensemble):
         """The members that can predict: all of them, or none."""
         return list(range(self.members)) if self._committed or self._untrained_too else []
 
-    def _require_trained(self) -> None:
-        """Refuse to predict with random weights."""
-        if not self.trained:
-            raise PluresError("this ensemble is not trained: train its stages() or load a trained file")
-
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
         return {"committed": self._committed}
@@ -127,7 +122,7 @@ class ManyInOne(OneStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
-        self._require_trained()
+        self._all_ready()
         if torch.compiler.is_compiling():
             logits: Tensor = self.network(*args, **kwargs)
             return logits

@@ -38,5 +38,5 @@ class Deterministic(OneStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of the network, [1, batch, classes]."""
-        self._require_trained()
+        self._all_ready()
         return logits_of(self.network(*args, **kwargs)).unsqueeze(0)

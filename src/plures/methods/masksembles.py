@@ -12,7 +12,7 @@ from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import Init, ManyInOne, inside, layers_of, rehearse, started, widths
-from plures.methods.tiling import Rows, Tiled, along_width, around, batched, run
+from plures.methods.tiling import Rows, Tiled, along_width, batched, run
 from plures.seeding import generator
 
 LARGEST_SCALE = 6.0  # as in the authors' package: beyond it the masks hardly overlap, and each is almost empty
@@ -57,7 +57,9 @@ class Masksembles(ManyInOne):
         for name in names:
             layer = layers_of(built)[name]
             values = masks(widths(layer)[0], members, scale, generator(seed, "mask", name))
-            around(layer, Masks(values.to(layer.weight.device), rows))
+            own = Masks(values.to(layer.weight.device), rows)
+            layer.add_module("members", own)
+            layer.register_forward_pre_hook(own.before)
         grouped = Grouped(built, members, rows)
         grouped.every_mask = bool(every_mask)
         rehearse(network, grouped, members, f"Masksembles cannot run {type(network).__name__}")
@@ -105,13 +107,10 @@ class Masks(nn.Module):
         self.rows = rows
         self.register_buffer("masks", values)
 
-    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Mask the inputs."""
-        return x * along_width(self.rows.spread(self.masks, x), x, layer)
-
-    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
-        """Leave the outputs."""
-        return y
+        x, *others = args
+        return (x * along_width(self.rows.spread(self.masks, x), x, layer), *others)
 
 
 def masks(channels: int, members: int, scale: float, random: torch.Generator) -> Tensor:

@@ -71,14 +71,14 @@ class MCDropout(OneStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
-        self._require_trained()
+        self._all_ready()
         if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
         return torch.stack(self._passes([Arguments(args, kwargs)] * self.passes, "passes"))
 
     def _ask(self, index: int, batches: list[Any]) -> Tensor:
         """Return what one pass gives for several batches, joined; its dropout follows from the pass, not the batch."""
-        self._require_trained()
+        self._all_ready()
         return torch.cat(self._passes(batches, "pass", index))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own

@@ -1,9 +1,8 @@
 """MIMO: one network that takes several images at once and has one head for each (Havasi et al., 2021)."""
 
 import copy
-import dataclasses
 import math
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from plures.calling import Arguments, arguments, logits_of
 from plures.checks import check_members, whole_number
 from plures.ensemble import Stored
 from plures.errors import PluresError
-from plures.losses import CrossEntropy, Loss, class_axis
+from plures.losses import Loss, class_axis
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne
 from plures.stage import Stage, Step, check_classes
@@ -79,33 +78,9 @@ class MIMO(ManyInOne):
         outputs, *others = layers(network)[last].weight.shape
         stored.check(building.inside(last, "weight"), [outputs * members, *others])
 
-    @classmethod
-    def _restore(cls, network: nn.Module, stored: Stored) -> Self:
-        """Build an ensemble whose classes are on the stored axis: the constructor tries the network out."""
-        if (axis := _stored_axis(stored)) != 1:
-            stored = dataclasses.replace(stored, options={**stored.options, "loss": CrossEntropy(axis)})
-        return super()._restore(network, stored)
-
-    def _state(self) -> dict[str, Any]:
-        """Return the state that a file needs beyond options and tensors: also the class axis."""
-        return super()._state() | {"class_axis": cast(_Slots, self.network).axis}
-
-    def _fill(self, stored: Stored) -> None:
-        """Restore tensors, progress and the axis of the classes from a file."""
-        axis = _stored_axis(stored)
-        super()._fill(stored)
-        cast(_Slots, self.network).axis = axis
-
     def _stage(self, step: Step) -> Stage:
         """Make the stage that trains all slots."""
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
-
-
-def _stored_axis(stored: Stored) -> int:
-    axis = stored.state.get("class_axis", 1)  # files of the first versions say nothing of it
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise PluresError(f"the axis of the classes is stored as {axis!r}; expected a whole number")
-    return axis
 
 
 class _Slots(nn.Module):

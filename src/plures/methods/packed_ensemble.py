@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
 from plures.methods.building import ManyInOne, Reduction
-from plures.methods.tiling import Rows, Tiled, around, replace
+from plures.methods.tiling import Rows, Tiled, replace
 from plures.seeding import check_seed
 from plures.tensors import Layer, canonical, draw, moments
 
@@ -102,11 +102,12 @@ class Fold:
         self.members = members
         self.rows = rows
 
-    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def before(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Turn [batch x members, width, ...] into [batch, members x width, ...]."""
-        return self.split(x).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        x, *others = args
+        return (self.split(x).transpose(1, 2).flatten(2, 3).flatten(0, 1), *others)
 
-    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
+    def after(self, _layer: nn.Module, _args: object, y: Tensor) -> Tensor:
         """Turn [batch, members x width, ...] into [batch x members, width, ...]."""
         y = torch.unflatten(y, 1, (self.members, -1))
         y = torch.unflatten(y, 0, (self.rows.count // self.members, -1))
@@ -203,6 +204,9 @@ class Packing:
                 self._widen_norm(name, module)
             elif isinstance(module, nn.LayerNorm):
                 others[module] = self._layer_norm(name, module)
+            if isinstance(module, Convolution | _NormBase | nn.GroupNorm):
+                module.register_forward_pre_hook(self.fold.before)
+                module.register_forward_hook(self.fold.after)
         return replace(packed, others)
 
     def _alpha_step(self, network: nn.Module) -> float:
@@ -291,7 +295,6 @@ class Packing:
         module.weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
         if module.bias is not None:
             module.bias = self._parameter(f"{name}.bias", module.bias, (module.out_channels,), gain)
-        around(module, self.fold)
 
     def _widen_norm(self, name: str, module: _NormBase | nn.GroupNorm) -> None:
         if isinstance(module, nn.GroupNorm):
@@ -305,7 +308,6 @@ class Packing:
         for kind, buffer in list(module.named_buffers(recurse=False)):
             if buffer.dim():  # the statistics, not the count of batches
                 setattr(module, kind, _around_again(buffer, wide))
-        around(module, self.fold)
 
     def _layer_norm(self, name: str, module: nn.LayerNorm) -> PackedLayerNorm:
         width = self._width(name, module.normalized_shape[0], 1)

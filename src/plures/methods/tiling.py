@@ -1,12 +1,12 @@
 """Run several members in one pass, along the batch: layers know which rows belong to which member.
 
-A method copies the user's network, puts hooks on its layers (`around`) or other layers in their place (`replace`), and
-wraps the result in `Tiled`. The network's own code only ever sees a longer batch, so it may add, flatten, pool and
-concatenate as it likes.
+A method copies the user's network, puts hooks on its layers or other layers in their place (`replace`), and wraps the
+result in `Tiled`. The network's own code only ever sees a longer batch, so it may add, flatten, pool and concatenate as
+it likes. Hooks are bound methods, not closures: a copy of the network has hooks that belong to the copy.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,41 +100,6 @@ def along_width(table: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
     between = [1] * (x.dim() - 2)
     shape = [len(x), *between, table.shape[1]] if isinstance(layer, nn.Linear) else [len(x), table.shape[1], *between]
     return table.reshape(shape).to(x.dtype)
-
-
-class Around(Protocol):
-    """Change what goes into a layer and what comes out of it."""
-
-    def before(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Change the input."""
-
-    def after(self, layer: nn.Module, y: Tensor) -> Tensor:
-        """Change the output."""
-
-
-class _Hooks:
-    """Bound methods of an object, not closures: a copy of the network gets hooks that belong to the copy."""
-
-    def __init__(self, change: Around) -> None:
-        self.change = change
-
-    def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.change.before(layer, args[0]), *args[1:])
-
-    def after(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return self.change.after(layer, output)
-
-
-def around(layer: nn.Module, change: Around) -> None:
-    """Put a change around a layer, in place; a change that is a module becomes part of the layer as `.members`.
-
-    The layer stays what it is, so code that asks for its type, its width or the dtype of its weight still works.
-    """
-    if isinstance(change, nn.Module):
-        layer.add_module("members", change)
-    hooks = _Hooks(change)
-    layer.register_forward_pre_hook(hooks.before)
-    layer.register_forward_hook(hooks.after)
 
 
 def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:

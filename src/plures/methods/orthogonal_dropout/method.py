@@ -122,13 +122,13 @@ class OrthogonalDropout(Ensemble):
         """Open the stage of one step of the plan: a copy of the network under the masks of its phase."""
         if step != due(self.plan()):
             raise self._out_of_date(step)
-        member, phase = self._number(step.member), phases.PHASES[step.phase]()
+        member = self._number(step.member)
         network = self._start(member) if self._draft is None else copy.deepcopy(self._draft)
         known = tensors(network)
         for name, tensor in known.items():
-            if not phase.trains(self.roles[name]):
+            if not phases.trains(step.phase, self.roles[name]):
                 tensor.requires_grad_(False)
-        masks = {name: phase.mask(known[name], self._partition, name, member) for name in self.owners}
+        masks = {name: phases.mask(step.phase, known[name], self._partition, name, member) for name in self.owners}
         put_on(network, masks, self._places)
         stage = Stage(
             network, step, self.loss, partial(self._commit, ticket=self._ticket, before=phases.statistics(network))
@@ -139,10 +139,10 @@ class OrthogonalDropout(Ensemble):
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Return the phases of a member: the first may start from given weights, the last takes what is left."""
         if not self.optimize_masks or not self.owners:
-            return [phases.TrainOnce.name]
+            return ["train"]
         given_whole = self.init == "given" and not claimed_by_others and not any(self._progress.attempts)
         takes_the_rest = len(claimed_by_others) == self.members - 1
-        skipped = {phases.Pretrain.name: given_whole, phases.Prune.name: takes_the_rest, phases.Finetune.name: False}
+        skipped = {"pretrain": given_whole, "prune": takes_the_rest, "finetune": False}
         return [phase for phase, skip in skipped.items() if not skip]
 
     def _start(self, member: int) -> nn.Module:
@@ -155,12 +155,12 @@ class OrthogonalDropout(Ensemble):
     def _commit(self, stage: Stage, ticket: object, before: Mapping[str, Tensor]) -> None:
         if ticket is not self._ticket:
             raise self._out_of_date(stage.step)
-        member, phase = self._number(stage.member), phases.PHASES[stage.phase]()
+        member = self._number(stage.member)
         values = unmasked(stage.network)
-        phases.refuse_other_start(stage, phase, self._split, values)
+        phases.refuse_other_start(stage, self._split, values)
         values |= phases.settled(stage.network, before)
-        phase.claim(stage.network, self._partition, member)
-        if phase.completes:
+        phases.claim(stage.phase, stage.network, self._partition, member)
+        if stage.phase in phases.COMPLETE:
             self._split.write(member, values)
             self._draft = None
         else:

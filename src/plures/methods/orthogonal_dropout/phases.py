@@ -10,9 +10,8 @@ Without optimised masks the weights are shared out at random beforehand, and `tr
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,94 +27,49 @@ from plures.tensors import own_tensors
 log = logging.getLogger("plures")
 
 
-class Phase(ABC):
-    """One kind of stage."""
-
-    name: ClassVar[str]
-    completes: ClassVar[bool] = False  # whether the member can predict after it
-
-    def trains(self, role: Role) -> bool:
-        """Return whether the tensors of a role are trained."""
-        return role is not Role.SHARED
-
-    @abstractmethod
-    def mask(self, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
-        """Make the mask under which the stage sees a split weight."""
-
-    def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Assign to the member what the trained stage has chosen for it: nothing, unless the phase overrides it."""
-        return
+PHASES = ("pretrain", "prune", "finetune", "train")
+COMPLETE = ("finetune", "train")  # after one of these a member can predict
 
 
-class Pretrain(Phase):
-    """Train all free weights."""
-
-    name = "pretrain"
-
-    def mask(self, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
-        """Keep what is free."""
-        return Keep(in_layout_of(weight, spread(partition.free(name), weight)))
-
-    def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Assign all that is left to the last member; the others choose when they prune."""
-        if len(partition.claimed()) == partition.members - 1:
-            log.info("member %d takes all remaining weights: its prune stage is skipped", member)
-            partition.claim(member, {name: partition.free(name) for name in partition.owners()})
+def trains(phase: str, role: Role) -> bool:
+    """Return whether a stage trains the tensors of a role: pruning trains private ones alone, beside the scores."""
+    return role is Role.PRIVATE or (role is Role.SPLIT and phase != "prune")
 
 
-class Prune(Phase):
-    """Learn which of the frozen free weights the member keeps; norm layers and other private tensors train along."""
+def mask(phase: str, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
+    """Make the mask under which a stage sees a split weight: what is free, what has the largest scores, what it owns.
 
-    name = "prune"
-
-    def trains(self, role: Role) -> bool:
-        """Train private tensors, beside the scores."""
-        return role is Role.PRIVATE
-
-    def mask(self, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
-        """Use the largest scores, which start as the weights themselves, divided by the largest."""
-        free = partition.free(name)
-        scores = weight.detach().float()
-        if free.shape != scores.shape:  # one score per kernel or block: its length
-            scores = gathered(scores.square(), free.shape).sqrt()
-        largest = scores.abs().masked_fill(~free, 0.0).max().clamp_min(torch.finfo(torch.float32).tiny)
-        return TopK(scores / largest, free, partition.budget(name, member))
-
-    def claim(self, network: nn.Module, partition: Partition, member: int) -> None:
-        """Assign the weights with the largest scores to the member."""
-        chosen = {name: cast(TopK, mask_of(network, name)).chosen() for name in partition.owners()}
-        partition.claim(member, chosen)
+    Scores start as the weights themselves, divided by the largest.
+    """
+    free = partition.free(name)
+    if phase != "prune":
+        kept = free if phase == "pretrain" else partition.owned(name, member)
+        return Keep(in_layout_of(weight, spread(kept, weight)))
+    scores = weight.detach().float()
+    if free.shape != scores.shape:  # one score per kernel or block: its length
+        scores = gathered(scores.square(), free.shape).sqrt()
+    largest = scores.abs().masked_fill(~free, 0.0).max().clamp_min(torch.finfo(torch.float32).tiny)
+    return TopK(scores / largest, free, partition.budget(name, member))
 
 
-class Finetune(Phase):
-    """Train what the member owns."""
-
-    name = "finetune"
-    completes = True
-
-    def mask(self, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
-        """Keep what the member owns."""
-        return Keep(in_layout_of(weight, spread(partition.owned(name, member), weight)))
+def claim(phase: str, network: nn.Module, partition: Partition, member: int) -> None:
+    """Assign to a member what its trained stage has chosen; the last member takes all that is left, without pruning."""
+    if phase == "prune":
+        partition.claim(member, {name: cast(TopK, mask_of(network, name)).chosen() for name in partition.owners()})
+    elif phase == "pretrain" and len(partition.claimed()) == partition.members - 1:
+        log.info("member %d takes all remaining weights: its prune stage is skipped", member)
+        partition.claim(member, {name: partition.free(name) for name in partition.owners()})
 
 
-class TrainOnce(Finetune):
-    """Train what the member was given at random: the only phase without optimised masks."""
-
-    name = "train"
-
-
-PHASES: dict[str, type[Phase]] = {phase.name: phase for phase in (Pretrain, Prune, Finetune, TrainOnce)}
-
-
-def refuse_other_start(stage: Stage, phase: Phase, split: SplitNetwork, values: Mapping[str, Tensor]) -> None:
+def refuse_other_start(stage: Stage, split: SplitNetwork, values: Mapping[str, Tensor]) -> None:
     """Refuse a stage that was trained with other shared weights or masks than the ensemble has."""
     own = own_tensors(split.network)
     refuse_other_shared(stage, {name: own[name] for name in own if split.roles[name] is Role.SHARED}, values)
     for name in split.owners():
-        mask = mask_of(stage.network, name)
-        if isinstance(mask, Keep):
-            expected = cast(Keep, phase.mask(own[name], split.partition, name, cast(int, stage.member)))
-            if not mask.mask.equal(expected.mask.to(mask.mask)):
+        used = mask_of(stage.network, name)
+        if isinstance(used, Keep):
+            expected = cast(Keep, mask(stage.phase, own[name], split.partition, name, cast(int, stage.member)))
+            if not used.mask.equal(expected.mask.to(used.mask)):
                 raise other_start(stage, f"the mask of {name!r}")
 
 
@@ -160,19 +114,18 @@ class Progress:
     @property
     def trained(self) -> list[int]:
         """The members that can predict."""
-        return [member for member, done in enumerate(self.committed) if done and PHASES[done[-1]].completes]
+        return [member for member, done in enumerate(self.committed) if done and done[-1] in COMPLETE]
 
     @property
     def in_training(self) -> int | None:
         """The member that has some of its phases behind it and not all, if there is one."""
-        return next((m for m, done in enumerate(self.committed) if done and not PHASES[done[-1]].completes), None)
+        return next((m for m, done in enumerate(self.committed) if done and done[-1] not in COMPLETE), None)
 
     def ahead(self, member: int, phases: list[str]) -> list[str]:
         """Return those of a member's phases that come after its committed ones."""
-        order = list(PHASES)
         done = self.committed[member]
-        reached = order.index(done[-1]) if done else -1
-        return [phase for phase in phases if order.index(phase) > reached]
+        reached = PHASES.index(done[-1]) if done else -1
+        return [phase for phase in phases if PHASES.index(phase) > reached]
 
     def as_json(self) -> dict[str, Any]:
         """Return the progress as JSON values."""
