@@ -233,12 +233,13 @@ def test_no_mistakes_and_no_right_answers_are_no_trouble(details: list[Detail], 
 
 
 def test_many_rows_are_folded_and_stay_light(details: list[Detail], runs: Path) -> None:
-    rows = [replace(row, name=f"{row.name} {number}") for number in range(10) for row in rows_of([runs])]
-    many = [replace(one, name=f"{one.name} {number}") for number in range(10) for one in details]
+    rows = [replace(row, name=f"{row.name} {number}") for number in range(4) for row in rows_of([runs])]
+    many = [replace(one, name=f"{one.name} {number}") for number in range(4) for one in details]
+    assert len(rows) > AT_ONCE
     page = render(rows, many, "")
     assert page.count('<details class="more">') == 5
     assert f"<summary>{len(rows) - AT_ONCE} more</summary>" in page
-    assert len(page) < 2_000_000
+    assert len(page) < 1_000_000
 
 
 def test_names_of_classes_are_words_and_not_markup(tmp_path: Path) -> None:
