@@ -11,7 +11,7 @@ import networks
 import plures
 from plures import PluresError
 from plures.graph import graph_of
-from plures.methods.orthogonal_dropout.engines.owned.engine import Owned
+from plures.methods.orthogonal_dropout.engines.owned import Owned
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.native import library
 

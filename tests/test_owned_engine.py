@@ -14,7 +14,7 @@ from benchmarks.harness import VisionTransformer
 from plures import PluresError
 from plures.calling import logits_of
 from plures.lab.models import resnet18
-from plures.methods.orthogonal_dropout.engines.owned.engine import Owned
+from plures.methods.orthogonal_dropout.engines.owned import Owned
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.native import library
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_traced_runs_unfolded(make) -> None:
 @needs_library
 @pytest.mark.parametrize("kind", [None, "owned"])
 @pytest.mark.parametrize("where", ["inputs", "attention", "norms", "outputs"])
-@pytest.mark.parametrize("sizes", [(9, 4), (1, 1, 30), (100,), (2, 5)])
+@pytest.mark.parametrize("sizes", [(9, 4), (1, 1, 30), (100,), (300,), (2, 5)])
 def test_samples_that_influence_each_other_are_answered_as_the_members_do(where, sizes, kind, caplog) -> None:
     """Also in batches that the engine would cut, and if the first batch has a single sample."""
     network = networks.reproducible(lambda: MixesSamples(where))()
@@ -193,6 +193,26 @@ def test_samples_that_influence_each_other_are_answered_as_the_members_do(where,
         assert "runs each member as a separate network: its outputs differ by" in record.getMessage()
         assert engine.one_by_one == ["stem", "head"]
         assert engine.about == "unfolded"
+
+
+class MixesFarSamples(MixesSamples):
+    """Only samples that lie 90 apart influence each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x)).mean((2, 3))
+        return self.head(torch.cat([x[:90], x[90:] + 5 * x[:-90]]))
+
+
+@needs_library
+@pytest.mark.parametrize("size", [100, 300])
+def test_the_whole_first_batch_is_compared(size) -> None:
+    network = networks.reproducible(lambda: MixesFarSamples("far"))()
+    ensemble = trained(network, members=5, granularity="kernel", classifier="split")
+    engine, images = ensemble.engine("owned"), pictures(None, size)
+    with torch.no_grad():
+        expected = torch.stack([ensemble.checkout(member)(images) for member in range(5)])
+        torch.testing.assert_close(engine(images), expected)
+    assert engine.about == "unfolded"
 
 
 @needs_library

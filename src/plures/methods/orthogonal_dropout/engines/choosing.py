@@ -12,9 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from plures.errors import PluresError
 from plures.graph import Graph, graph_of
 from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.owned.engine import Owned, refuse_if_impossible
-from plures.methods.orthogonal_dropout.engines.owned.layers import OwnedConvolution
-from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
+from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution
+from plures.methods.orthogonal_dropout.engines.owned import Owned, refuse_if_impossible
+from plures.methods.orthogonal_dropout.engines.parts import Parts
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import why_unavailable
@@ -31,10 +31,7 @@ MOVED = 16  # multiplications that take as long as to read or write one number
 
 
 def made(split: SplitNetwork, kind: str | None, memory: int | None, fold: bool) -> Engine:
-    """Make an engine of one kind, or the fastest one whose weights fit into so many bytes.
-
-    engine = made(split, None, memory=200_000_000, fold=True)
-    """
+    """Make an engine of one kind, or the fastest one whose weights fit into `memory` bytes."""
     with torch.inference_mode(False), torch.no_grad():
         split = copy.deepcopy(split)  # the ensemble may be trained further
         graph = graph_of(split.network)
@@ -75,10 +72,7 @@ def _possible(split: SplitNetwork, graph: Graph | None) -> bool:
 
 
 def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
-    """Return whether the owned engine can run here and should be faster than each member as a separate network.
-
-    is_owned_faster(split, graph_of(split.network))
-    """
+    """Return whether the owned engine can run here and should be faster than each member as a separate network."""
     if not _possible(split, graph):
         return False
     shapes, parts = _shapes(graph), Parts(split, [])
@@ -147,10 +141,7 @@ def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
 
 
 def owned_bytes(split: SplitNetwork) -> int:
-    """Return the bytes of the lists that the owned engine holds, and of what is private.
-
-    owned_bytes(split)
-    """
+    """Return the bytes of the lists that the owned engine holds, and of what is private."""
     weights = own_tensors(split.network)
     lists = sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
     private = sum(row.nbytes for row in split.private.rows(0).values()) * len(split.trained)

@@ -11,37 +11,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.engines.owned.apart import Apart
-from plures.methods.orthogonal_dropout.engines.owned.parts import OfMembers, Parts, Running
+from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
-from plures.native.library import load
-
-
-class Into(nn.Module):
-    """Bring a batch into another layout: tiled, blocked, plain (from blocked), apart, or joined (from apart).
-
-    Into("blocked", running)(images)
-    """
-
-    def __init__(self, layout: str, running: Running, shared: bool = False) -> None:
-        super().__init__()
-        self.layout, self.running, self.shared = layout, running, shared
-        self.lanes = load().lanes
-
-    def forward(self, x: Any, batch: Any = None) -> Any:
-        """Convert a value; `batch` is what the network was given, and has one row per sample."""
-        members = self.running.count
-        if self.layout == "tiled":
-            whole = isinstance(x, Tensor) and x.dim() and len(x) == len(batch)
-            return x.repeat(members, *[1] * (x.dim() - 1)) if whole else x
-        if self.layout == "blocked":
-            held = 1 if self.shared else members
-            # Vectors that are half full of images are still faster than vectors of pixels.
-            return operators.block(x, held, self.lanes if 2 * (len(x) // held) > self.lanes else 1)
-        if self.layout == "plain":
-            return operators.unblock(x, len(batch))
-        return Apart(x.chunk(members)) if self.layout == "apart" else torch.cat(list(x))
 
 
 class _OwnedLayer(OfMembers):
@@ -54,7 +26,7 @@ class _OwnedLayer(OfMembers):
 
     def __init__(self, parts: Parts, weight: str, bias: str, outputs: int) -> None:
         lists = parts.lists(weight)
-        super().__init__(parts.running, starts=lists.starts, bias=parts.bias(bias, outputs))
+        super().__init__(len(parts.members), starts=lists.starts, bias=parts.bias(bias, outputs))
         for name, tensor in (("places", lists.places), ("values", lists.values)):
             self.register_buffer(name, tensor, persistent=False)
         self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
@@ -65,16 +37,9 @@ class _OwnedLayer(OfMembers):
         """An empty tensor: networks ask a layer's weight for its dtype and device."""
         return self.values.new_empty(0)
 
-    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return starts, places, values and biases of the members that run."""
-        return self.starts, self.places, self.values, self.bias
-
 
 class OwnedConvolution(_OwnedLayer):
-    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to.
-
-    OwnedConvolution(conv, parts, "layer1.0.conv1")(blocked, shortcut)
-    """
+    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to."""
 
     def __init__(self, layer: nn.Conv2d, parts: Parts, name: str) -> None:
         super().__init__(parts, f"{name}.weight", f"{name}.bias", layer.out_channels)
@@ -103,7 +68,7 @@ class OwnedConvolution(_OwnedLayer):
         result: Tensor = operators.convolution(
             x,
             shortcut if fused else None,
-            *self.lists(),
+            *(self.starts, self.places, self.values, self.bias),
             *(self.kernel, self.stride, self.padding, self.inputs, self.group, self.whole, self.relu and fused),
         )
         if shortcut is None or fused:
@@ -113,10 +78,7 @@ class OwnedConvolution(_OwnedLayer):
 
 
 class OwnedLinear(_OwnedLayer):
-    """A linear layer of all members; the members lie along the first axis, or all see the same rows.
-
-    OwnedLinear(parts, "fc1.weight", "fc1.bias", outputs=128)(rows)
-    """
+    """A linear layer of all members; the members lie along the first axis, or all see the same rows."""
 
     def __init__(self, parts: Parts, weight: str, bias: str, outputs: int) -> None:
         super().__init__(parts, weight, bias, outputs)
@@ -124,18 +86,17 @@ class OwnedLinear(_OwnedLayer):
 
     def forward(self, x: Tensor, shared: bool = False) -> Tensor:
         """Return [members * batch, ..., outputs]."""
-        members = self.running.count
+        members = self.count
         operator = operators.block_linear if self.in_blocks else operators.linear
         rows = x.reshape(1 if shared else members, -1, self.inputs)
-        result: Tensor = operator(rows, *self.lists(), self.inputs, self.group, self.relu)
+        result: Tensor = operator(
+            rows, *(self.starts, self.places, self.values, self.bias), self.inputs, self.group, self.relu
+        )
         return result.reshape(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
 
 
 class OwnedAttention(nn.Module):
-    """Self-attention of all members: `nn.MultiheadAttention` with projections over what each member owns.
-
-    OwnedAttention(attention, parts, "encoder.layers.0.self_attn")(x, x, x, need_weights=False)
-    """
+    """Self-attention of all members: `nn.MultiheadAttention` with projections over what each member owns."""
 
     in_proj_bias = None  # torch's encoder layer then takes the way that calls this module
 
@@ -181,10 +142,7 @@ class OwnedAttention(nn.Module):
 
 
 class MembersNorm(OfMembers):
-    """A norm layer with factors and shifts of its own for each member, for plain and for blocked batches.
-
-    MembersNorm(batch_norm, parts, "bn1")(images)
-    """
+    """A norm layer with factors and shifts of its own for each member, for plain or for blocked batches."""
 
     factor: Tensor
     shift: Tensor
@@ -200,9 +158,9 @@ class MembersNorm(OfMembers):
             shift = -mean * factor if shift is None else shift - mean * factor
         assert factor is not None
         shift = torch.zeros_like(factor) if shift is None else shift
-        super().__init__(parts.running, factor=factor.contiguous(), shift=shift.contiguous())
+        super().__init__(len(parts.members), factor=factor.contiguous(), shift=shift.contiguous())
         self.layer = layer
-        self.relu = False
+        self.blocked = self.relu = False
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
@@ -216,9 +174,10 @@ class MembersNorm(OfMembers):
         return isinstance(layer, nn.LayerNorm) and layer.elementwise_affine
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch that holds the members one after the other."""
-        layer = self.layer
-        factor, shift = self.factor, self.shift
+        """Normalise blocked activations by batch norm, or a batch that holds the members one after the other."""
+        layer, factor, shift = self.layer, self.factor, self.shift
+        if self.blocked:
+            return cast(Tensor, operators.affine(x, factor, shift, self.relu))
         if isinstance(layer, nn.LayerNorm):
             x = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
             shape = [len(factor), *[1] * (x.dim() - len(layer.normalized_shape)), *layer.normalized_shape]
@@ -227,10 +186,4 @@ class MembersNorm(OfMembers):
                 x = F.group_norm(x, layer.num_groups, eps=layer.eps)
             shape = [len(factor), 1, -1, *[1] * (x.dim() - 2)]
         members = torch.unflatten(x, 0, (len(factor), -1))
-        result = torch.addcmul(shift.view(shape), members, factor.view(shape)).flatten(0, 1)
-        return result.relu() if self.relu else result
-
-    def blocked(self, x: Tensor) -> Tensor:
-        """Normalise blocked activations by batch norm."""
-        result: Tensor = operators.affine(x, self.factor, self.shift, self.relu)
-        return result
+        return torch.addcmul(shift.view(shape), members, factor.view(shape)).flatten(0, 1)

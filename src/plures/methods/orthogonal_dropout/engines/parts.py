@@ -1,4 +1,4 @@
-"""What the members have of a network's tensors, and how many of them run."""
+"""What the members have of a network's tensors."""
 
 import torch
 from torch import Tensor, nn
@@ -10,47 +10,28 @@ from plures.native.lists import Lists, block_lists, kernel_lists
 from plures.tensors import canonical, own_tensors
 
 
-class Running:
-    """Know how many members run; one object, shared by all layers of an engine.
-
-    Running(5).count
-    """
-
-    def __init__(self, members: int) -> None:
-        self.count = members
-
-
 class OfMembers(nn.Module):
-    """A layer with tables that have a row for each member that runs.
+    """A layer with tables that have a row for each of the `count` members that run."""
 
-    layer.choose([0, 3])  # only these run from now on
-    """
-
-    tables: tuple[str, ...] = ()
-
-    def __init__(self, running: Running, **tables: Tensor) -> None:
+    def __init__(self, count: int, **tables: Tensor) -> None:
         super().__init__()
-        self.running = running
+        self.count = count
         self.tables = tuple(tables)
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
 
     def choose(self, indices: list[int]) -> None:
-        """Keep the rows of some members."""
+        """Keep the rows of some members: only these run from now on."""
+        self.count = len(indices)
         for name in self.tables:
             self.register_buffer(name, getattr(self, name)[indices], persistent=False)
 
 
 class Parts:
-    """The tensors of each member by name, as an engine needs them to build its layers.
-
-    parts = Parts(split, [fold_norms(split, member, pairs) for member in split.trained])
-    parts.stack("bn1.weight")  # [members, 64]
-    """
+    """The tensors of each member by name, as an engine needs them to build its layers."""
 
     def __init__(self, split: SplitNetwork, folded: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
         self.members = split.trained
-        self.running = Running(len(self.members))
         self.owners = split.owners()
         self.roles = split.roles
         self._first = canonical(split.network)
@@ -77,9 +58,9 @@ class Parts:
             return torch.stack([private[first] for private in self._private])
         return self._own[first].expand(len(self.members), *self._own[first].shape) if first in self._own else None
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors of the network, tied ones under each of their names."""
-        return list(self._first)
+    def inside(self, prefix: str) -> list[str]:
+        """Return the names of all tensors in a layer, tied ones under each of their names."""
+        return [name for name in self._first if name.startswith(prefix)]
 
     def tensor(self, name: str, index: int) -> Tensor:
         """Return one member's whole tensor, as `checkout` does."""

@@ -5,15 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plures.calling import arguments, batch_of, chunks, logits_of
+from plures.calling import arguments, call, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph
-from plures.methods.orthogonal_dropout.engines.comparing import MemberComparison, batched
-from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.folding import fold_norms, foldable
-from plures.methods.orthogonal_dropout.engines.owned.parts import OfMembers, Parts
-from plures.methods.orthogonal_dropout.engines.owned.rewriting import Rewriter
-from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
+from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
+from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
+from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
+from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, fold_norms, foldable
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import load
 from plures.native.structures import refuse_gradients
@@ -47,7 +45,6 @@ class Owned(Engine):
         except Exception as error:  # what torch.fx has traced, but no graph of all members can do
             raise PluresError(f'the owned engine cannot run this network ({error}): use engine("unfolded")') from error
         self.one_by_one = list(dict.fromkeys(rewriter.substitutes.one_by_one))
-        self._running = parts.running
         lanes = load().lanes
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
@@ -71,21 +68,16 @@ class Owned(Engine):
         parts = [part for batch in batches for part in chunks(batch, self.samples_at_once)]
         network = self._network_of(tuple(indices))
         with torch.autocast("cpu", enabled=False):  # the kernels compute in float32
-            results = [self._pass(network, part, len(indices)) for part in parts]
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
-
-    def _pass(self, network: nn.Module, part: Any, members: int) -> Tensor:
-        given = arguments(part)
-        return torch.unflatten(logits_of(network(*given.args, **given.kwargs)), 0, (members, -1))
+            results = [logits_of(call(network, part)) for part in parts]
+        return torch.cat([torch.unflatten(result, 0, (len(indices), -1)) for result in results], dim=1)
 
     def _refuse(self, batch: Any) -> None:
         given = arguments(batch)
         refuse_gradients(*(value for value in (*given.args, *given.kwargs.values()) if isinstance(value, Tensor)))
         if self._comparison is None and batched(batch) not in self._batched:
-            first = batch_of(batch)
             raise PluresError(
-                f"another argument is as long as the batch, {0 if first is None else len(first)}, which it was not "
-                'before: use ensemble.engine("unfolded"), or a batch of another size'
+                f"another argument is as long as the batch, {size_of(batch)}, which it was not before: use "
+                'ensemble.engine("unfolded"), or a batch of another size'
             )
 
     def _network_of(self, indices: tuple[int, ...]) -> nn.Module:
@@ -94,8 +86,7 @@ class Owned(Engine):
             return self.network
         found = self._of_some.get(indices)
         if found is None:
-            found, running = shell((self.network, self._running))
-            running.count = len(indices)
+            found = shell(self.network)
             for layer in found.modules():
                 if isinstance(layer, OfMembers):
                     layer.choose(list(indices))
@@ -122,10 +113,7 @@ class Owned(Engine):
 
 
 def refuse_if_impossible(split: SplitNetwork, graph: Graph | None) -> Graph:
-    """Return the graph of a network that the native kernels can run; refuse others, and say why.
-
-    refuse_if_impossible(split, graph_of(split.network))
-    """
+    """Return the graph of a network that the native kernels can run; refuse others, and say why."""
     load()
     for name, tensor in own_tensors(split.network).items():
         if not tensor.is_cpu:

@@ -7,11 +7,12 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.graph import Graph
-from plures.methods.orthogonal_dropout.engines.owned.apart import EachCall, MembersTensor
-from plures.methods.orthogonal_dropout.engines.owned.layers import Into, MembersNorm, OwnedConvolution, OwnedLinear
-from plures.methods.orthogonal_dropout.engines.owned.parts import Parts
-from plures.methods.orthogonal_dropout.engines.owned.substitutes import Substitutes
+from plures.methods.orthogonal_dropout.engines.apart import Apart, EachCall, MembersTensor, Substitutes
+from plures.methods.orthogonal_dropout.engines.layers import MembersNorm, OwnedConvolution, OwnedLinear
+from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
 from plures.methods.orthogonal_dropout.roles import Role
+from plures.native import operators
+from plures.native.library import load
 
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"
 
@@ -24,15 +25,11 @@ class Value(NamedTuple):
 
 
 class Rewriter:
-    """Go through a traced network node by node and write the graph that runs all members.
-
-    rewriter = Rewriter(graph, parts, pairs)
-    module = rewriter.rewritten()
-    rewriter.substitutes.one_by_one  # the layers that run member by member
-    """
+    """Go through a traced network node by node and write the graph that runs all members."""
 
     def __init__(self, traced: Graph, parts: Parts, pairs: dict[str, str]) -> None:
         self.traced, self.parts, self.pairs = traced, parts, pairs
+        self.members = len(parts.members)
         self.graph = fx.Graph()
         self.holder = nn.Module()
         self.values: dict[fx.Node, Value] = {}
@@ -43,7 +40,10 @@ class Rewriter:
 
     def rewritten(self) -> fx.GraphModule:
         """Return the module that takes what the network takes and returns the members one after the other."""
-        for node in self.traced.nodes:
+        for node in filter(self.traced.does_nothing, self.traced.nodes):
+            node.replace_all_uses_with(cast(fx.Node, node.args[0]))
+            self.traced.graph.erase_node(node)
+        for node in self.traced.graph.nodes:
             if node not in self.values:
                 getattr(self, f"_{node.op}")(node)
         self.graph.lint()
@@ -63,55 +63,50 @@ class Rewriter:
             owner, _, attribute = name.rpartition(".")
             tensor = getattr(self.traced.network.get_submodule(owner), attribute)
             if isinstance(tensor, Tensor):
-                self.values[node] = Value(CONSTANT, self._call(f"constant {name}", lambda: Constant(tensor)))
-                return
+                tensor = self._call(f"constant {name}", lambda: Constant(tensor))
             self.values[node] = Value(CONSTANT, tensor)
             return
         self.substitutes.one_by_one.append(name.rpartition(".")[0] or name)
-        layers = [self.parts.tensor(name, index) for index in range(len(self.parts.members))]
-        made = self._call(f"tensor {name}", lambda: MembersTensor(torch.stack(layers), self.parts.running))
-        self.values[node] = Value(APART, made)
+        stack = torch.stack([self.parts.tensor(name, index) for index in range(self.members)])
+        self.values[node] = Value(APART, self._call(f"tensor {name}", lambda: MembersTensor(self.members, stack=stack)))
 
     def _output(self, node: fx.Node) -> None:
         self.graph.output(fx.node.map_arg(node.args[0], self._tiled))
 
     def _call_function(self, node: fx.Node) -> None:
-        target = node.target
-        given = [self.values[argument] for argument in node.all_input_nodes]
-        layouts = {value.layout for value in given}
+        layouts = {self.values[argument].layout for argument in node.all_input_nodes}
         if APART in layouts:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._apart)
-            self.values[node] = Value(APART, self._call(f"call {node.name}", lambda: EachCall(target), *args, **kwargs))
+            make = lambda: EachCall(self.members, node.target)  # noqa: E731
+            self.values[node] = Value(APART, self._call(f"call {node.name}", make, *args, **kwargs))
+            return
+        layout = TILED
+        if layouts <= {CONSTANT}:
+            layout = CONSTANT
         elif layouts == {BLOCKED} and self.traced.is_elementwise(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n].node)
-            self.values[node] = Value(BLOCKED, self.graph.create_node(node.op, node.target, args, kwargs))
-        elif layouts <= {CONSTANT}:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n].node)
-            self.values[node] = Value(CONSTANT, self.graph.create_node(node.op, node.target, args, kwargs))
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._tiled)
-            self.values[node] = Value(TILED, self.graph.create_node(node.op, node.target, args, kwargs))
+            layout = BLOCKED
+        take = self._tiled if layout == TILED else lambda given: self.values[given].node
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), take)
+        self.values[node] = Value(layout, self.graph.create_node(node.op, node.target, args, kwargs))
 
     _call_method = _call_function
 
     def _call_module(self, node: fx.Node) -> None:
         name, layer = cast(str, node.target), self.traced.layers[node]
         plain = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-        if self.traced.does_nothing(node) and plain:
-            self.values[node] = self.values[cast(fx.Node, node.args[0])]
-        elif plain and OwnedConvolution.fits(layer, self.parts, name):
+        blocked = plain and self.values[cast(fx.Node, node.args[0])].layout == BLOCKED
+        if plain and OwnedConvolution.fits(layer, self.parts, name):
             self._convolution(node, name, cast(nn.Conv2d, layer))
         elif plain and self.traced.is_layer(node, nn.Linear) and self.parts.role(f"{name}.weight") is Role.SPLIT:
             self._linear(node, name, cast(nn.Linear, layer))
-        elif plain and self._layout(node) == BLOCKED and self._is_batch_norm(layer, name):
+        elif blocked and isinstance(layer, _BatchNorm) and MembersNorm.fits(layer, self.parts, name):
             relu = self.traced.relu_after(node)
-            path = self._add(f"{name} relu {relu is not None}", lambda: MembersNorm(layer, self.parts, name))
+            path = self._add(f"blocked {name} {relu is not None}", lambda: MembersNorm(layer, self.parts, name))
             norm = cast(MembersNorm, self.holder.get_submodule(path))
-            norm.relu = relu is not None
-            blocked = self._add(f"blocked {path}", lambda: Blocked(norm))
-            value = Value(BLOCKED, self.graph.call_module(blocked, (self._blocked(node.args[0]),)))
+            norm.blocked, norm.relu = True, relu is not None
+            value = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
             self.values[node] = self.values[relu or node] = value
-        elif plain and self.traced.is_elementwise(node) and self._layout(node) == BLOCKED:
+        elif blocked and self.traced.is_elementwise(node):
             path = self._add(name, lambda: layer)
             self.values[node] = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
         else:
@@ -124,12 +119,11 @@ class Rewriter:
         chain = [node]
         if name in self.pairs:
             chain += list(node.users)
-        self._skip_nothing(chain)
         shortcut = None
         following = self.traced.only_user(chain[-1])
         if following is not None and self.traced.is_sum(following):
             other = next((one for one in following.args if one is not chain[-1]), None)
-            value = self._known(other)
+            value = self.values.get(cast(fx.Node, other))
             if value is not None and value.layout == BLOCKED:
                 chain.append(following)
                 shortcut = value.node
@@ -151,25 +145,7 @@ class Rewriter:
         value = Value(TILED, self.graph.call_module(path, (given, shared)))
         self.values[node] = self.values[relu or node] = value
 
-    # ---- what follows what ----
-
-    def _is_batch_norm(self, layer: nn.Module, name: str) -> bool:
-        return isinstance(layer, _BatchNorm) and MembersNorm.fits(layer, self.parts, name)
-
-    def _known(self, node: Any) -> Value | None:
-        """Return the value of a node that has been written already, seen through layers that do nothing."""
-        while isinstance(node, fx.Node) and node not in self.values and self.traced.does_nothing(node):
-            node = node.args[0]
-        return self.values.get(node) if isinstance(node, fx.Node) else None
-
-    def _skip_nothing(self, chain: list[fx.Node]) -> None:
-        while (following := self.traced.only_user(chain[-1])) is not None and self.traced.does_nothing(following):
-            chain.append(following)
-
     # ---- layouts ----
-
-    def _layout(self, node: fx.Node) -> str:
-        return self.values[cast(fx.Node, node.args[0])].layout
 
     def _blocked(self, given: Any) -> fx.Node:
         value = self.values[given]
@@ -197,7 +173,7 @@ class Rewriter:
         """Write a conversion, once for each node."""
         key = (node, layout)
         if key not in self._converted:
-            path = self._add(f"into {layout} {shared}", lambda: Into(layout, self.parts.running, shared))
+            path = self._add(f"into {layout} {shared}", lambda: Into(self.members, layout, shared))
             args = (node, self.batch) if layout in ("tiled", "plain") else (node,)
             self._converted[key] = self.graph.call_module(path, args)
         return self._converted[key]
@@ -227,13 +203,23 @@ class Constant(nn.Module):
         return self.value
 
 
-class Blocked(nn.Module):
-    """A norm layer on blocked activations."""
+class Into(OfMembers):
+    """Bring a batch into another layout: tiled, blocked, plain (from blocked), apart, or joined (from apart)."""
 
-    def __init__(self, norm: MembersNorm) -> None:
-        super().__init__()
-        self.norm = norm
+    def __init__(self, count: int, layout: str, shared: bool = False) -> None:
+        super().__init__(count)
+        self.layout, self.shared = layout, shared
+        self.lanes = load().lanes
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        return self.norm.blocked(x)
+    def forward(self, x: Any, batch: Any = None) -> Any:
+        """Convert a value; `batch` is what the network was given, and has one row per sample."""
+        if self.layout == "tiled":
+            whole = isinstance(x, Tensor) and x.dim() and len(x) == len(batch)
+            return x.repeat(self.count, *[1] * (x.dim() - 1)) if whole else x
+        if self.layout == "blocked":
+            held = 1 if self.shared else self.count
+            # Vectors that are half full of images are still faster than vectors of pixels.
+            return operators.block(x, held, self.lanes if 2 * (len(x) // held) > self.lanes else 1)
+        if self.layout == "plain":
+            return operators.unblock(x, len(batch))
+        return Apart(x.chunk(self.count)) if self.layout == "apart" else torch.cat(x.values)

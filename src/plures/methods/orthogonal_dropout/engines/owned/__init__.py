@@ -1,1 +1,0 @@
-"""The engine that multiplies only what is owned."""
