@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from plures.errors import PluresError
 from plures.native import build, library, training
-from plures.native.lists import Lists, block_lists, kernel_lists
 from plures.native.operators import affine, block, block_linear, convolution, linear, unblock
+from plures.native.structures import Lists, block_lists, kernel_lists
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 FREE = 255

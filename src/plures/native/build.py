@@ -17,10 +17,7 @@ FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 
 
 class Level(NamedTuple):
-    """One set of instructions that the kernels are compiled for.
-
-    Level(lanes=8, flags=("-mavx2", "-mfma"))
-    """
+    """One set of instructions that the kernels are compiled for."""
 
     lanes: int
     flags: tuple[str, ...]
@@ -34,11 +31,11 @@ LEVELS = {  # the best first
 
 
 class CannotCompileError(Exception):
-    """Say why there is no library: no compiler, or what the compiler said."""
+    """There is no compiler, or the message is what it said."""
 
 
 def levels_of(machine: str) -> tuple[str, ...]:
-    """Name the levels that can be compiled for a machine.
+    """Return the levels that can be compiled for a machine.
 
     >>> levels_of("aarch64")
     ('portable',)
@@ -47,7 +44,7 @@ def levels_of(machine: str) -> tuple[str, ...]:
 
 
 def key(levels: Sequence[str]) -> str:
-    """Give a name to what the compiler would make here: other sources, flags or machines have other names."""
+    """Return a name for what the compiler would make here: other sources, flags or machines have other names."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update((HERE / source).read_bytes() + b"\0")
@@ -58,8 +55,6 @@ def key(levels: Sequence[str]) -> str:
 
 def compile_into(folder: Path, levels: Sequence[str]) -> Path:
     """Compile the library into a folder, under a name that holds its checksum: `plures-<key>-<sha256>.so`.
-
-        path = compile_into(Path("build"), ["avx2"])
 
     Written beside and renamed, so that two processes can do it at once.
     """
@@ -85,10 +80,7 @@ def compile_into(folder: Path, levels: Sequence[str]) -> Path:
 
 
 def find(folder: Path, levels: Sequence[str]) -> Path | None:
-    """Find a compiled library whose content is what its name says; remove those that are damaged.
-
-    path = find(cache, ["avx2"]) or compile_into(cache, ["avx2"])
-    """
+    """Find a compiled library whose content is what its name says; remove those that are damaged."""
     for path in sorted(folder.glob(f"plures-{key(levels)}-*.so")):
         try:
             if hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]:

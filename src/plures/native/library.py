@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
@@ -20,11 +22,7 @@ class UnavailableError(PluresError):
 
 
 class Library:
-    """The loaded library, with the kernels for one set of instructions.
-
-    library = load()
-    library.lanes, library.instructions
-    """
+    """The loaded library, with the kernels for one set of instructions."""
 
     def __init__(self, path: Path, level: str | None = None) -> None:
         self.path = path
@@ -47,12 +45,15 @@ class Library:
         shared = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of the OpenMP that torch has loaded
         functions.plures_use_threads(None if shared is None else ctypes.cast(shared, ctypes.c_void_p))
 
+    def run(self, function: str, *given: object) -> None:
+        """Call a function of the library with as many threads as torch has."""
+        passed = [ctypes.byref(one) if isinstance(one, ctypes.Structure) else one for one in given]
+        if getattr(self.functions, function)(*passed, torch.get_num_threads()):
+            raise MemoryError("no memory is left for the native library")
+
 
 def load() -> Library:
-    """Load the library, and compile it first if needed; raise `UnavailableError` if there is no way to do so.
-
-    library = load()
-    """
+    """Load the library, and compile it first if needed; raise `UnavailableError` if there is no way to do so."""
     found = _load_once(os.environ.get("PLURES_NATIVE", ""))
     if isinstance(found, UnavailableError):
         raise UnavailableError(str(found))  # a new one: the old one holds the traceback of another call
@@ -60,10 +61,7 @@ def load() -> Library:
 
 
 def why_unavailable() -> str | None:
-    """Return why the library is unavailable, or None if it is available.
-
-    reason = why_unavailable()
-    """
+    """Return why the library is unavailable, or None if it is available."""
     try:
         load()
     except UnavailableError as error:
@@ -96,10 +94,7 @@ def _load_once(setting: str) -> Library | UnavailableError:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the user's cache for compiled libraries; refuse one that other users can write to.
-
-    path = cache_folder() / "library.so"
-    """
+    """Return the folder of the user's cache for compiled libraries; refuse one that other users can write to."""
     home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or home).expanduser().resolve() / "plures" / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,18 +103,13 @@ def cache_folder() -> Path:
 
 
 def refuse_if_others_write(folder: Path) -> None:
-    """Refuse a folder in which another user could put a library for us to load.
-
-    refuse_if_others_write(Path.home() / ".cache")
-    """
+    """Refuse a folder in which another user could put a library for us to load."""
     me = os.geteuid()
     for path in (folder, *folder.parents):
         found = path.stat()
         owned = found.st_uid == me or (found.st_uid == 0 and path != folder)
-        open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-        if path == folder:
-            open_to_others = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-        if not owned or open_to_others:
+        sticky = found.st_mode & stat.S_ISVTX and path != folder
+        if not owned or (found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky):
             raise UnavailableError(
                 f"other users can write to {path}, so no library is loaded from {folder}: "
                 "set XDG_CACHE_HOME to a folder of your own"
@@ -129,10 +119,8 @@ def refuse_if_others_write(folder: Path) -> None:
 def _level_here() -> str:
     """Return the best set of instructions that this CPU reports."""
     info = Path("/proc/cpuinfo")
-    flags: set[str] = set()
-    if info.exists():
-        line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
-        flags = set(line.split())
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     if "avx512f" in flags:
         return "avx512"
     return "avx2" if {"avx2", "fma"} <= flags else "portable"

@@ -4,7 +4,6 @@ Activations of all members are `blocked`: [members, blocks of images, channels, 
 there are lanes lie side by side and fill the CPU's vectors; with one lane the pixels of one image do.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from plures.errors import PluresError
 from plures.native.library import Library, load
-from plures.native.lists import BLOCK, MOST_PLACES
 from plures.native.structures import (
+    BLOCK,
     MOST,
+    MOST_PLACES,
     Affine,
     Blocking,
     BlockLinear,
@@ -98,19 +98,13 @@ def _convolution(
     )
     layer = filled(
         Convolution,
-        x.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        values.data_ptr(),
-        bias.data_ptr(),
-        starts.data_ptr(),
-        places.data_ptr(),
-        output.data_ptr(),
+        *(x, residual, values, bias, starts, places, output),
         0 if x.shape[0] == 1 else x.stride(0),
         *(height * width, 1, output.stride(2), output.stride(3), output.stride(4)),
         *(members, images, channels, height, width, outputs, output.shape[3], output.shape[4]),
         *(*kernel, *stride, *padding, lanes, group, whole, relu),
     )
-    _run(library.functions.plures_convolution, library.kernels, ctypes.byref(layer))
+    library.run("plures_convolution", library.kernels, layer)
     return output
 
 
@@ -126,15 +120,14 @@ def _linear(
     values = _checked(starts, places, values, members, outputs, inputs, group, 1, 1)
     layer = filled(
         Convolution,
-        *(x.data_ptr(), None, values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr()),
-        output.data_ptr(),
+        *(x, None, values, bias, starts, places, output),
         0 if x.shape[0] == 1 else x.stride(0),
         *(1, inputs, 1, rows, outputs),
         *(members, 1, inputs, 1, rows, outputs, 1, rows),
         *(1, 1, 1, 1, 0, 0, 1, group, True, relu),
     )
     if output.numel():
-        _run(library.functions.plures_convolution, library.kernels, ctypes.byref(layer))
+        library.run("plures_convolution", library.kernels, layer)
     return output
 
 
@@ -148,12 +141,12 @@ def _block_linear(
     values = _checked(starts, places, values, members, -(-outputs // BLOCK), inputs, group, 1, BLOCK)
     layer = filled(
         BlockLinear,
-        *(x.data_ptr(), values.data_ptr(), bias.data_ptr(), starts.data_ptr(), places.data_ptr(), output.data_ptr()),
+        *(x, values, bias, starts, places, output),
         0 if x.shape[0] == 1 else x.stride(0),
         *(members, x.shape[1], x.shape[2], outputs, group, relu),
     )
     if output.numel():
-        _run(library.functions.plures_block_linear, library.kernels, ctypes.byref(layer))
+        library.run("plures_block_linear", library.kernels, layer)
     return output
 
 
@@ -193,9 +186,8 @@ def _relay(library: Library, plain: Tensor, blocked: Tensor, back: bool) -> None
     if not plain.numel():
         return
     for part, side_by_side in zip(plain.chunk(len(blocked)), blocked, strict=True):
-        places = (part.data_ptr(), side_by_side.data_ptr())
-        layout = filled(Blocking, *places, *part.stride(), *part.shape, blocked.shape[-1])
-        _run(library.functions.plures_block, ctypes.byref(layout), int(back))
+        layout = filled(Blocking, part, side_by_side, *part.stride(), *part.shape, blocked.shape[-1])
+        library.run("plures_block", layout, int(back))
 
 
 def _affine(x: Tensor, factor: Tensor, shift: Tensor, relu: bool) -> Tensor:
@@ -206,11 +198,11 @@ def _affine(x: Tensor, factor: Tensor, shift: Tensor, relu: bool) -> Tensor:
     output = x.new_empty(members, *x.shape[1:])
     layer = filled(
         Affine,
-        *(x.data_ptr(), factor.data_ptr(), shift.data_ptr(), output.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)),
+        *(x, factor, shift, output, 0 if x.shape[0] == 1 else x.stride(0)),
         *(members, x.shape[1], channels, x.shape[3] * x.shape[4] * x.shape[5], relu),
     )
     if output.numel():
-        _run(load().functions.plures_affine, ctypes.byref(layer))
+        load().run("plures_affine", layer)
     return output
 
 
@@ -221,18 +213,6 @@ def _fake_convolution(x: Tensor, _added: object, *rest: Any) -> Tensor:
 
 def _fake_linear(x: Tensor, _starts: object, _places: object, _values: object, bias: Tensor, *_: object) -> Tensor:
     return _rows(x, bias)
-
-
-def _fake_block(x: Tensor, members: int, lanes: int) -> Tensor:
-    return x.new_empty(_blocked_shape(x, members, lanes))
-
-
-def _fake_unblock(x: Tensor, images: int) -> Tensor:
-    return x.new_empty(x.shape[0] * images, x.shape[2], x.shape[3], x.shape[4])
-
-
-def _fake_affine(x: Tensor, factor: Tensor, _shift: Tensor, _relu: bool) -> Tensor:
-    return x.new_empty(factor.shape[0], *x.shape[1:])
 
 
 def _on_one_device(fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -251,9 +231,9 @@ for _name, _kernel, _fake in (
     ("convolution", _convolution, _fake_convolution),
     ("linear", _linear, _fake_linear),
     ("block_linear", _block_linear, _fake_linear),
-    ("block", _block, _fake_block),
-    ("unblock", _unblock, _fake_unblock),
-    ("affine", _affine, _fake_affine),
+    ("block", _block, lambda x, *settings: x.new_empty(_blocked_shape(x, *settings))),
+    ("unblock", _unblock, lambda x, images: x.new_empty(len(x) * images, *x.shape[2:5])),
+    ("affine", _affine, lambda x, factor, *_: x.new_empty(len(factor), *x.shape[1:])),
 ):
     _operators.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # refuses others
     torch.library.register_fake(f"plures::{_name}", _on_one_device(_fake))
@@ -291,8 +271,3 @@ def _checked(
     refuse_gradients(values)
     check_lists(starts, places, groups, group * named, (inputs - (groups - 1) * group) * named)
     return floats("values", values, len(places), each)
-
-
-def _run(function: Any, *arguments: object) -> None:
-    if function(*arguments, torch.get_num_threads()):
-        raise MemoryError("no memory is left for the native library")

@@ -1,18 +1,22 @@
-"""What goes into the library: structures as C sees them, and checks that keep the kernels inside of their buffers."""
+"""What goes into the library: structures as C sees them, lists of what members own, and checks that keep it safe."""
 
 import ctypes
+import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from plures.errors import PluresError
 
 MOST = 2**30
+BLOCK = 8  # outputs of one input that have one owner with granularity "block": a vector of the CPU
+MOST_PLACES = 2**16  # of one list: they are kept in 16 bits
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -63,32 +67,19 @@ Norm = _structure(
     (ctypes.c_double, "epsilon"),
     (_INT, "relu backward"),
 )
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    Convolution,
-    BlockLinear,
-    Blocking,
-    Affine,
-    KernelGradient,
-    Norm,
-)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (Convolution, BlockLinear, Blocking, Affine, KernelGradient, Norm)
 
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:
-    """Fill a structure; refuse numbers that do not fit, which ctypes would cut off.
-
-    layout = filled(Blocking, plain, blocked, *strides, *sizes, lanes)
-    """
+    """Fill a structure, with the addresses of tensors; refuse numbers that do not fit, which ctypes would cut off."""
     for (name, field), value in zip(kind._fields_, values, strict=True):  # type: ignore[misc]
         if field is _INT and not -MOST < value < MOST:  # so that sums of two are integers, too
             raise PluresError(f"{name} is {value}, and the native library counts to {MOST}: use smaller batches")
-    return kind(*values)
+    return kind(*(value.data_ptr() if isinstance(value, Tensor) else value for value in values))
 
 
 def floats(name: str, tensor: Tensor, *shape: int | None) -> Tensor:
-    """Return a tensor of float32 on the CPU as one block of memory; refuse all others, and other shapes.
-
-    bias = floats("bias", bias, members, None)  # None: any length
-    """
+    """Return a tensor of float32 on the CPU as one block of memory; refuse others, and other shapes (None: any)."""
     lengths = zip(tensor.shape, shape, strict=False)
     fits = tensor.dim() == len(shape) and all(want in (None, have) for have, want in lengths)
     if not fits or not is_plain(tensor):
@@ -111,10 +102,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Refuse tensors that require a gradient in grad mode: the kernels that predict compute none.
-
-    refuse_gradients(x, bias)
-    """
+    """Refuse tensors that require a gradient in grad mode: the kernels that predict compute none."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise PluresError(
             'the owned engine computes no gradients: call it under torch.no_grad(), or use ensemble.engine("unfolded")'
@@ -122,29 +110,19 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 
 def was_checked(tensors: Sequence[Tensor], *settings: int) -> bool:
-    """Return whether these tensors were passed to `remember` with these settings, and are unchanged since.
-
-    if not was_checked((starts, places), limit): ...
-    """
+    """Return whether these tensors were passed to `remember` with these settings, and are unchanged since."""
     references, known = _checked.get(tensors[0], ((), None))  # type: ignore[no-untyped-call]
-    same = len(references) == len(tensors) and all(map(_refers, references, tensors))
-    return same and known == _state(tensors, settings)
+    held = [reference() for reference in references]
+    return list(map(id, held)) == list(map(id, tensors)) and known == _state(tensors, settings)
 
 
 def remember(tensors: Sequence[Tensor], *settings: int) -> None:
-    """Remember that tensors were found right; those that do not count their changes are checked every time.
-
-    remember((starts, places), limit)
-    """
+    """Remember that tensors were found right; those that do not count their changes are checked every time."""
     if not any(tensor.is_inference() for tensor in tensors):
         _checked[tensors[0]] = ([weakref.ref(tensor) for tensor in tensors], _state(tensors, settings))
 
 
 _checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _refers(reference: "weakref.ref[Tensor]", tensor: Tensor) -> bool:
-    return reference() is tensor
 
 
 def _state(tensors: Sequence[Tensor], settings: tuple[int, ...]) -> tuple[Any, ...]:
@@ -153,8 +131,6 @@ def _state(tensors: Sequence[Tensor], settings: tuple[int, ...]) -> tuple[Any, .
 
 def check_lists(starts: Tensor, places: Tensor, groups: int, limit: int, last_limit: int) -> None:
     """Check that lists, starts [members, lists + 1], stay inside of `places`, and places inside of a group of inputs.
-
-        check_lists(starts, places, groups=2, limit=64, last_limit=6)
 
     What was found right is remembered until the tensors change.
     """
@@ -172,3 +148,88 @@ def check_lists(starts: Tensor, places: Tensor, groups: int, limit: int, last_li
             if part.size and part.max() >= most:
                 raise PluresError(f"the lists do not fit this layer: places must be below {most}, not {part.max()}")
     remember((starts, places), groups, limit, last_limit)
+
+
+class Lists(NamedTuple):
+    """What the members own of a layer: a list per member, group of inputs, and output or block of outputs.
+
+    `starts`, [members, lists + 1], says where each list begins and the last one ends, `places` what its entries are
+    multiplied with, `values`, [kernels, taps] or [weights, 1], by what. `group` inputs are processed
+    at a time, so that they stay in the cache.
+    """
+
+    starts: Tensor
+    places: Tensor
+    values: Tensor
+    inputs: int
+    group: int
+    whole: bool
+
+
+def kernel_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Tensor | None = None) -> Lists:
+    """List the kernels or single weights of a convolution, [outputs, inputs, height, width], that each member owns.
+
+    Owners have the shape of the weight, or [outputs, inputs, 1, 1] if a kernel has one owner. `scales`, [members,
+    outputs], are multiplied in.
+    """
+    outputs, inputs, *kernel = weight.shape
+    taps = math.prod(kernel)
+    whole = owners.numel() == outputs * inputs
+    # Single weights need an input of their own each: this many channels stay in the first cache. Kernels do not.
+    most = MOST_PLACES if whole and taps > 1 else min(max(1, MOST_PLACES // taps), 32 if taps > 1 else 64)
+    group = min(inputs, most)
+    places = 1 if whole else taps
+    entries = weight.reshape(outputs, inputs, places, -1)
+    return _lists(entries, owners.reshape(outputs, inputs, places), members, scales, group, whole)
+
+
+def block_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Tensor | None = None) -> Lists:
+    """List the blocks of 8 outputs of a linear layer, [outputs, inputs], that each member owns.
+
+    Owners have the shape [outputs / 8, inputs], rounded up.
+    """
+    outputs, inputs = weight.shape
+    blocks = -(-outputs // BLOCK)
+    missing = blocks * BLOCK - outputs
+    scales = None if scales is None else F.pad(scales, (0, missing))
+    padded = F.pad(weight, (0, 0, 0, missing))
+    entries = padded.reshape(blocks, BLOCK, inputs).transpose(1, 2).reshape(blocks, inputs, 1, BLOCK)
+    return _lists(entries, owners.reshape(blocks, inputs, 1), members, scales, min(inputs, 512), True)
+
+
+def _lists(
+    entries: Tensor, owners: Tensor, members: list[int], scales: Tensor | None, group: int, whole: bool
+) -> Lists:
+    """List the entries, [outputs, inputs, places, values], of the members; drop what has no owner."""
+    outputs, inputs, places = owners.shape
+    if entries.dtype != torch.float32:
+        raise PluresError(f"the native library multiplies float32, not {entries.dtype}")
+    mine = owners.cpu() == torch.tensor(members, dtype=owners.dtype)[:, None, None, None]
+    order = in_order(mine, group)
+    rows = order.output * (inputs * places) + order.channel * places + order.places % places
+    values = entries.detach().cpu().reshape(outputs * inputs * places, -1)[rows]
+    if scales is not None:
+        factors = scales.detach().cpu().reshape(len(members), outputs, -1)  # 8 of each output in blocks
+        values = values * factors[order.member, order.output]
+    return Lists(order.starts, order.places.to(torch.int16), values.contiguous(), inputs, group, whole)
+
+
+class InOrder(NamedTuple):
+    """Where lists start, [members, lists + 1], and for each entry its place in the group, and to what it belongs."""
+
+    starts: Tensor
+    places: Tensor
+    member: Tensor
+    output: Tensor
+    channel: Tensor
+
+
+def in_order(mine: Tensor, group: int) -> InOrder:
+    """Order what each member has, [members, outputs, inputs, places], by member, group of inputs and output."""
+    padded = F.pad(mine, (0, 0, 0, -mine.shape[2] % group))
+    there = torch.unflatten(padded, 2, (-1, group)).transpose(1, 2)
+    counts = there.sum((3, 4)).flatten(1)
+    ends = counts.flatten().cumsum(0).view(counts.shape)
+    starts = torch.cat([ends[:, :1] - counts[:, :1], ends], 1).int()
+    member, in_group, output, within, place = there.nonzero().unbind(1)
+    return InOrder(starts, within * mine.shape[3] + place, member, output, in_group * group + within)

@@ -4,14 +4,12 @@ Activations are blocked as in prediction, [members, blocks of images, channels, 
 there are lanes lie side by side and fill the CPU's vectors.
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from plures.errors import PluresError
 from plures.native.library import load
@@ -22,6 +20,7 @@ from plures.native.structures import (
     check_lists,
     filled,
     floats,
+    in_order,
     remember,
     was_checked,
 )
@@ -31,19 +30,13 @@ GROUP = 64  # inputs whose activations are processed at a time, so that they sta
 
 
 def blocked(x: Tensor, members: int = 1) -> Tensor:
-    """Lay images, [members * images, channels, rows, columns], side by side; their number is a multiple of the lanes.
-
-    x = blocked(images)
-    """
+    """Lay images, [members * images, channels, rows, columns], side by side; the lanes divide their number."""
     lanes = load().lanes
     return torch.unflatten(x, 0, (members, -1, lanes)).permute(0, 1, 3, 4, 5, 2).contiguous()
 
 
 def unblocked(x: Tensor) -> Tensor:
-    """Lay images one after the other again, the members one after the other.
-
-    images = unblocked(x)
-    """
+    """Lay images one after the other again, the members one after the other."""
     return x.permute(0, 1, 5, 2, 3, 4).contiguous().flatten(0, 2)
 
 
@@ -57,10 +50,7 @@ class Order(NamedTuple):
 
 
 class MemberKernels(NamedTuple):
-    """Which kernels of a convolution each member has, in the order in which each of the three passes reads them.
-
-    kernels = kernels_of(owners == torch.arange(5)[:, None, None])  # [members, outputs, inputs]
-    """
+    """Which kernels of a convolution each member has, in the order in which each of the three passes reads them."""
 
     forward: Order
     backward: Order
@@ -77,27 +67,19 @@ def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
     The weight is [outputs, inputs, height, width], or [members, outputs, inputs, height, width] if it is `private`.
     """
     mine = mine.cpu()
-    members, outputs, inputs = mine.shape
-    row = torch.arange(outputs * inputs, dtype=torch.int32).view(1, outputs, inputs).expand(members, -1, -1)
-    if private:
-        row = row + torch.arange(members, dtype=torch.int32)[:, None, None] * (outputs * inputs)
-    forward = _ordered(mine, row, GROUP)
-    backward = _ordered(mine.transpose(1, 2), row.transpose(1, 2), GROUP)
-    by_input = _ordered(mine.transpose(1, 2), row.transpose(1, 2), outputs)
-    return MemberKernels(forward, backward, by_input._replace(places=by_input.places.int()), outputs, inputs)
+    _, outputs, inputs = mine.shape
+    each = outputs * inputs if private else 0  # kernels of a member's own weight
 
+    def ordered(turned: bool, group: int) -> Order:
+        here = mine.transpose(1, 2) if turned else mine
+        group = min(group, here.shape[2])
+        starts, places, member, output, channel = in_order(here[..., None], group)
+        rows = (channel * inputs + output if turned else output * inputs + channel) + member * each
+        return Order(starts, places.to(torch.int16), rows.int(), group)
 
-def _ordered(mine: Tensor, row: Tensor, group: int) -> Order:
-    """Order by member, group of the last axis, and the axis before it."""
-    group = min(group, mine.shape[2])
-    missing = -mine.shape[2] % group
-    padded = (F.pad(one, (0, missing)) for one in (mine, row))
-    there, rows = (torch.unflatten(one, 2, (-1, group)).transpose(1, 2) for one in padded)
-    counts = there.sum(3).flatten(1)
-    ends = counts.flatten().cumsum(0).view(counts.shape)
-    starts = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)
-    places = there.nonzero()[:, 3]
-    return Order(starts.int().contiguous(), places.to(torch.int16).contiguous(), rows[there].contiguous(), group)
+    by_input = ordered(True, outputs)
+    by_input = by_input._replace(places=by_input.places.int())
+    return MemberKernels(ordered(False, GROUP), ordered(True, GROUP), by_input, outputs, inputs)
 
 
 def convolution(
@@ -199,12 +181,12 @@ def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tenso
     bias = x.new_zeros(len(order.starts), y.shape[2]) if bias is None else bias
     layer = filled(
         Convolution,
-        *(x.data_ptr(), None, values.data_ptr(), bias.data_ptr(), order.starts.data_ptr(), order.places.data_ptr()),
-        *(y.data_ptr(), 0 if len(x) == 1 else x.stride(0), 0, 0, y.stride(2), y.stride(3), y.stride(4)),
+        *(x, None, values, bias, order.starts, order.places, y),
+        *(0 if len(x) == 1 else x.stride(0), 0, 0, y.stride(2), y.stride(3), y.stride(4)),
         *(len(bias), *x.shape[1:5], *y.shape[2:5], *shape.size, *shape.stride, *shape.padding),
         *(x.shape[5], order.group, True, False),
     )
-    _run("plures_convolution", layer)
+    load().run("plures_convolution", load().kernels, layer)
 
 
 def _to_input(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape) -> Tensor:
@@ -240,12 +222,11 @@ def _to_weight(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKerne
     order = kernels.by_input
     layer = filled(
         KernelGradient,
-        *(x.data_ptr(), gradient.data_ptr(), to.data_ptr()),
-        *(order.starts.data_ptr(), order.places.data_ptr(), order.rows.data_ptr()),
+        *(x, gradient, to, order.starts, order.places, order.rows),
         0 if len(x) == 1 else x.stride(0),
         *(len(gradient), *x.shape[1:5], *gradient.shape[2:5], *shape.size, *shape.stride, *shape.padding),
     )
-    _run("plures_kernel_gradient", layer)
+    load().run("plures_kernel_gradient", load().kernels, layer)
     return to
 
 
@@ -281,7 +262,7 @@ class _NormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, mean, variance = torch.empty_like(x), torch.empty_like(bias), torch.empty_like(bias)
         given = [x, residual, weight, bias, None, y, mean, variance, None, None, None, None]
-        _run("plures_norm", _norm(given, x, epsilon, relu, backward=False))
+        load().run("plures_norm", load().kernels, _norm(given, x, epsilon, relu, backward=False))
         ctx.save_for_backward(x, weight, mean, variance, *([y] if relu else []))
         ctx.settings = epsilon, relu, residual is not None
         ctx.mark_non_differentiable(mean, variance)
@@ -297,16 +278,9 @@ class _NormFunction(torch.autograd.Function):
         passed = torch.empty_like(x) if relu else gradient
         to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
         given = [x, None, weight, None, gradient, y, mean, variance, passed, to_x, to_weight, to_bias]
-        _run("plures_norm", _norm(given, x, epsilon, relu, backward=True))
+        load().run("plures_norm", load().kernels, _norm(given, x, epsilon, relu, backward=True))
         return to_x, passed if added else None, to_weight, to_bias, None, None
 
 
 def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> Any:
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in given]
-    return filled(Norm, *pointers, *x.shape[:3], x[0, 0, 0].numel(), epsilon, relu, backward)
-
-
-def _run(function: str, layer: ctypes.Structure) -> None:
-    library = load()
-    if getattr(library.functions, function)(library.kernels, ctypes.byref(layer), torch.get_num_threads()):
-        raise MemoryError("no memory is left for the native library")
+    return filled(Norm, *given, *x.shape[:3], x[0, 0, 0].numel(), epsilon, relu, backward)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from plures.errors import PluresError
-from plures.native.lists import BLOCK
+from plures.native.structures import BLOCK
 
 
 def spread(owners: Tensor, weight: Tensor) -> Tensor:

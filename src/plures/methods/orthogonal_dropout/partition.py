@@ -18,7 +18,7 @@ from plures.checks import check_members, one_of
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.native.lists import BLOCK
+from plures.native.structures import BLOCK
 from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.native.lists import Lists, block_lists, kernel_lists
+from plures.native.structures import Lists, block_lists, kernel_lists
 from plures.tensors import canonical, own_tensors
 
 
