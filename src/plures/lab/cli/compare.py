@@ -1,22 +1,58 @@
-"""plures compare: several methods on one recipe."""
+"""Commands that train many runs and show them in one table: compare, reproduce."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Positional, Suppress, arg
 
+from plures.checks import unknown
 from plures.errors import PluresError, visible
-from plures.lab.cli.shared import DataDir, Given, Settings, Switch, print_json
+from plures.lab.cli.shared import Command, DataDir, Given, Settings, Switch, print_json
 
 if TYPE_CHECKING:  # --help answers without torch
+    from plures.lab.compare import Comparison
     from plures.lab.compare.rows import Row
+    from plures.lab.compare.table import Column
+
+Runs = Annotated[Path, arg(metavar="FOLDER", help="The folder for all runs.")]
+Jobs = Annotated[
+    int | None,
+    arg(metavar="N", help_behavior_hint="", help="How many runs to train at a time; by default, one per GPU or core."),
+]
+On = Annotated[
+    Literal["here", "ray"],
+    arg(help="Where to train: on this machine, or on the workers of a Ray cluster that can access the same folders."),
+]
+AFTER_INTERRUPT = "the same command resumes, and repeats no finished run"
+
+
+def tell(
+    title: str,
+    stem: Path,
+    rows: "Sequence[Row]",
+    columns: "Sequence[Column]",
+    notes: dict[str, str],
+    *,
+    json: bool,
+) -> dict[str, Any]:
+    """Write a table to files, print which runs failed and, without `json`, the table; return its JSON document."""
+    from plures.lab.compare import table
+
+    about = table.about(rows) | notes
+    paths = table.write(stem.parent, stem.name, rows, columns, about)
+    for row in rows:
+        for failure in row.failures:
+            print(visible(f"plures: {row.name} failed with {failure}"), file=sys.stderr)
+    if not json:
+        table.show(title, rows, columns, f"written: {', '.join(map(str, paths))}")
+    return table.document(rows, about)
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(Command):
     """Train several methods on one recipe and print one table.
 
     Examples:
@@ -44,16 +80,12 @@ class Compare:
     """The methods, each with options that differ from the defaults; by default, all methods."""
     seeds: Annotated[int, arg(metavar="N")] = 1
     """How many runs to train per method, with the seeds 0, 1, ..."""
-    runs: Annotated[Path, arg(metavar="FOLDER")] = Path("runs")
-    """The folder for all runs."""
+    runs: Runs = Path("runs")
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """The folder for the table, written as compare-RECIPE; by default RUNS/RECIPE, as results."""
-    jobs: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """How many runs to train at a time; by default, one per GPU or core."""
-    on: Literal["here", "ray"] = "here"
-    """Where to train: on this machine, or on the workers of a Ray cluster that can access the same folders."""
+    jobs: Jobs = None
+    on: On = "here"
     data_dir: DataDir = None
-    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     shift: Switch = False
     """Also measure on corrupted images: adds columns, and charts in the report."""
     ood: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="")] = None
@@ -64,7 +96,7 @@ class Compare:
     given: Given = ()
     method: Annotated[str, Suppress] = "deterministic"  # each method changes the recipe itself; this one does not
 
-    after_interrupt: ClassVar[str] = "the same command resumes, and repeats no finished run"
+    after_interrupt: ClassVar[str] = AFTER_INTERRUPT
 
     def __call__(self) -> int:
         """Train the missing runs, and show the table."""
@@ -76,11 +108,11 @@ class Compare:
         members = self.settings.members if "members" in self.given else None
         comparison = Comparison(self.recipe, self.settings.recipe(), variants(self.methods), seeds, members=members)
 
-        from plures.lab.compare import table as write  # only now: reporting a misspelt method needs no torch
+        from plures.lab.compare import table  # only now: reporting a misspelt method needs no torch
         from plures.lab.compare.compare import compare
 
         name = "results" if self.out is None else f"compare-{self.recipe}"
-        folder = write.writable(self.out or self.runs / self.recipe)
+        folder = table.writable(self.out or self.runs / self.recipe)
         (rows,) = compare(
             [comparison],
             self.runs,
@@ -90,19 +122,105 @@ class Compare:
             shift=self.shift,
             ood=self.ood,
         )
-        chosen = write.columns(rows)
-        paths = write.write(folder, name, rows, chosen, write.about(rows))
-        tell_failures(rows)
+        title = f"{self.recipe}: {self.settings.data}, {self.settings.model}"
+        document = tell(title, folder / name, rows, table.columns(rows), {}, json=self.json)
         if self.json:
-            print_json(write.document(rows, write.about(rows)))
-        else:
-            title = f"{self.recipe}: {self.settings.data}, {self.settings.model}"
-            write.show(title, rows, chosen, f"written: {', '.join(map(str, paths))}")
+            print_json(document)
         return 2 if any(row.failures for row in rows) else 0
 
 
-def tell_failures(rows: "Sequence[Row]") -> None:
-    """Print which runs failed, and why."""
-    for row in rows:
-        for failure in row.failures:
-            print(visible(f"plures: {row.name} failed with {failure}"), file=sys.stderr)
+@dataclass(frozen=True)
+class Reproduce(Command):
+    """Reproduce a table or figure of the paper, at full or small scale.
+
+    Examples:
+      plures reproduce table3 --scale digits
+      plures reproduce table1 --scale cpu --data-dir data
+        --recipes cifar10-cpu
+      plures reproduce table1 --scale paper --dry-run    only the plan
+      plures reproduce figure2 --scale digits
+
+    Targets:
+      table1   all methods on four data sets
+      table2   the same with wide ResNets
+      table3   the contribution of each part
+      figure1  accuracy of each member
+      figure2  quality against the number of members
+      figure3  the same with MIMO
+
+    Files:
+      Runs are in RUNS/RECIPE/METHOD/seed-N. Tables, figures and
+      `plures compare` share them. Tables are written to OUT as Markdown, CSV
+      and JSON, figures as PDF, PNG and SVG.
+    """
+
+    target: Annotated[Positional[str], arg(metavar="TARGET")]
+    """table1, table2, table3, figure1, figure2 or figure3."""
+    scale: Literal["paper", "cpu", "digits"] = "digits"
+    """The settings of the paper, small versions for two cores, or embedded digits."""
+    recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE", help_behavior_hint="")] = ()
+    """The recipes; by default, all of the scale."""
+    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """How many runs to train per method; by default, 3 at the scale paper, 1 at cpu, 2 at digits."""
+    dry_run: Switch = False
+    """Only print the plan: runs, stages, epochs."""
+    runs: Runs = Path("runs")
+    out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
+    """The folder for tables and figures."""
+    jobs: Jobs = None
+    on: On = "here"
+    data_dir: DataDir = None
+    json: Switch = False
+    """Print the results as JSON."""
+
+    after_interrupt: ClassVar[str] = AFTER_INTERRUPT
+
+    def __call__(self) -> int:
+        """Train the missing runs, and write the table or draw the figure."""
+        from plures.lab.paper.targets import TARGETS
+
+        if self.target not in TARGETS:
+            raise unknown("table or figure", self.target, TARGETS)
+        comparisons = TARGETS[self.target].comparisons(self.scale, self.seeds, self.recipes)
+        return self._plan(comparisons) if self.dry_run else self._make(comparisons)
+
+    def _plan(self, comparisons: "Sequence[Comparison]") -> int:
+        from plures.lab import terminal
+        from plures.lab.compare.compare import planned
+        from plures.lab.recipes import RECIPES
+
+        lines = [line for comparison in comparisons for line in planned(comparison, self.runs)]
+        if self.json:
+            print_json({"target": self.target, "scale": self.scale, "plan": lines})
+        else:
+            about = [f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons]
+            keys = ("runs", "done", "stages", "epochs")
+            rows = [[line["recipe"], line["variant"], *(f"{line[key]:,}" for key in keys)] for line in lines]
+            rows.append(["total", "", *(f"{sum(line[key] for line in lines):,}" for key in keys)])
+            headings = ["recipe", "method", "runs", "done", "stages to train", "epochs to train"]
+            title = f"{self.target} at the scale {self.scale}"
+            terminal.show(terminal.table(title, headings, rows, words=["recipe", "method"]), *about)
+        return 0
+
+    def _make(self, comparisons: "Sequence[Comparison]") -> int:
+        from plures.lab.compare.compare import compare
+        from plures.lab.compare.table import writable
+        from plures.lab.paper import PAPER
+        from plures.lab.paper.targets import TARGETS, draw
+
+        folder = writable(self.out)
+        found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
+        target = TARGETS[self.target]
+        documents, notes = {}, {"paper": PAPER, **target.notes}
+        for comparison, rows in zip(comparisons, found, strict=True):
+            name = comparison.name
+            stem = folder / f"{self.target}-{name}"
+            columns = target.columns(rows)
+            documents[name] = tell(f"{self.target}, {name}", stem, rows, columns, notes, json=self.json)
+        if self.json:
+            print_json({"target": self.target, "scale": self.scale, "tables": documents})
+        if self.target.startswith("figure"):
+            pairs = list(zip(comparisons, found, strict=True))
+            drawn = draw(self.target, pairs, self.out / f"{self.target}-{self.scale}", self.data_dir)
+            print(f"drawn: {', '.join(map(str, drawn))}", file=sys.stderr)
+        return 2 if any(row.failures for rows in found for row in rows) else 0

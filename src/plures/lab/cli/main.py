@@ -18,7 +18,17 @@ from plures.errors import PluresError, visible
 if TYPE_CHECKING:
     from plures.lab.cli.shared import Command
 
-COMMANDS = ("train", "evaluate", "predict", "export", "serve", "compare", "reproduce", "report", "recipes")
+COMMANDS = {  # the files of their classes
+    "train": "train",
+    "evaluate": "runs",
+    "predict": "runs",
+    "export": "runs",
+    "serve": "runs",
+    "compare": "compare",
+    "reproduce": "compare",
+    "report": "runs",
+    "recipes": "train",
+}
 OVERVIEW = """usage: plures COMMAND [OPTIONS]
 
 Split one network into an ensemble of subnetworks: calibrated uncertainty at
@@ -68,10 +78,12 @@ def parse(arguments: Sequence[str]) -> "Command":
     from plures.checks import unknown
     from plures.lab.cli.shared import parse as parse_words
     from plures.lab.cli.shared import parse_with_recipe
+    from plures.version import __version__
 
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help", "--version"):
-        print(_version() if name == "--version" else _overview(known))
+        lines = [f"  {name:<11}{(one.__doc__ or '').partition(chr(10))[0]}" for name, one in known.items()]
+        print(f"plures {__version__}" if name == "--version" else OVERVIEW.format(commands="\n".join(lines)))
         sys.stdout.flush()
         raise SystemExit(0)
     if name not in known:
@@ -82,22 +94,13 @@ def parse(arguments: Sequence[str]) -> "Command":
 
 
 def commands() -> dict[str, type[Any]]:
-    """Return the commands: each is a class in a file of its name; its fields are arguments, its docstring is help."""
+    """Return the commands: each is a class whose fields are arguments and whose docstring is help."""
     try:
-        return {name: getattr(import_module(f"plures.lab.cli.{name}"), name.capitalize()) for name in COMMANDS}
+        return {
+            name: getattr(import_module(f"plures.lab.cli.{file}"), name.capitalize()) for name, file in COMMANDS.items()
+        }
     except ModuleNotFoundError as error:  # the lab is optional, the library is not
         raise PluresError(f"the command line needs {error.name}: pip install 'plures[lab]'") from error
-
-
-def _overview(known: dict[str, type[Any]]) -> str:
-    lines = [f"  {name:<11}{(command.__doc__ or '').partition(chr(10))[0]}" for name, command in known.items()]
-    return OVERVIEW.format(commands="\n".join(lines))
-
-
-def _version() -> str:
-    from plures.version import __version__
-
-    return f"plures {__version__}"
 
 
 class _Forgiving:

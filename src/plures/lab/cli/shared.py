@@ -13,26 +13,34 @@ from itertools import pairwise
 from pathlib import Path
 from shutil import get_terminal_size
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Protocol, TextIO, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TextIO, TypeVar, get_args, get_origin
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Suppress, arg
+from tyro.conf import FlagCreatePairsOff, Positional, Suppress, arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from plures.errors import visible
 from plures.lab.recipes import Recipe, get_recipe
 
-DataDir = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")]  # its help names the default
+# Arguments that several commands have.
+RunPath = Annotated[Positional[Path], arg(metavar="RUN", help="The run folder that `plures train` wrote.")]
+DATA_DIR = "The folder of data sets; by default, the environment variable PLURES_DATA."
+DataDir = Annotated[Path | None, arg(metavar="DIR", help=DATA_DIR, help_behavior_hint="")]
 Switch = FlagCreatePairsOff[bool]
+TRUST = "Import the code from outside plures that the run names as its network or method."
+TrustCode = Annotated[Switch, arg(help=TRUST)]
+Json = Annotated[Switch, arg(help="Print JSON.")]
 Given = Annotated[tuple[str, ...], Suppress]
 
 
-class Command(Protocol):
+class Command:
     """A command: its fields are the arguments, and calling it returns the exit code."""
 
-    after_interrupt: ClassVar[str]
+    after_interrupt: ClassVar[str] = "nothing was written"
 
-    def __call__(self) -> int: ...  # noqa: D102
+    def __call__(self) -> int:
+        """Do what the command is for."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""plures train: one ensemble into a run folder."""
+"""Commands that train one ensemble, and list what can be trained."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar
 from tyro.conf import Positional, UseAppendAction, arg
 
 from plures.errors import PluresError
-from plures.lab.cli.shared import DataDir, Given, Settings, Switch, print_json
+from plures.lab.cli.shared import Command, DataDir, Given, Json, Settings, Switch, print_json
 from plures.lab.method_names import METHOD_NAMES, short_name
+from plures.lab.recipes import RECIPES
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Command):
     """Train one ensemble into a run folder; run again to resume.
 
     Examples:
@@ -57,7 +58,6 @@ class Train:
     run: Annotated[Path | None, arg(metavar="FOLDER", aliases=["--folder"], help_behavior_hint="")] = None
     """The run folder; by default, runs/RECIPE-METHOD-seedN. With torchrun, use --folder: torchrun has its own --run."""
     data_dir: DataDir = None
-    """The folder of data sets; by default, the environment variable PLURES_DATA."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TRACKER")] = ()
     """A tracker for the log, such as tensorboard, wandb or mlflow."""
     json: Switch = False
@@ -92,4 +92,26 @@ class Train:
         elif found:
             terminal.show(terminal.scores_table(f"{self.method} on {recipe.data}", found))
             terminal.show(f"in {run}, trained in {duration(found['seconds'])}, {found['bytes']:,} bytes")
+        return 0
+
+
+@dataclass(frozen=True)
+class Recipes(Command):
+    """List the recipes: data, network and epochs of each.
+
+    Examples:
+      plures recipes
+      plures recipes --json    with all settings
+    """
+
+    json: Json = False
+
+    def __call__(self) -> int:
+        """List the recipes."""
+        from plures.lab import terminal
+
+        if self.json:
+            print_json({name: one.as_json() for name, one in RECIPES.items()})
+        else:
+            terminal.show(terminal.recipes_table(RECIPES))
         return 0
