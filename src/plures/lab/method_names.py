@@ -6,7 +6,6 @@ This module does not import torch.
 import contextlib
 import inspect
 import io
-import itertools
 import operator
 import re
 import sys
@@ -101,11 +100,7 @@ def imported(kind: str, name: str) -> Any:
 
 
 def method_class(name: str) -> type["Ensemble"]:
-    """Return the class of a method by its name on the command line.
-
-    method_class("deep-ensemble")(network, members=5)
-    method_class("mypackage.methods:TwoHeads")
-    """
+    """Return the class of a method by its name on the command line."""
     facts(name)
     if not is_code(name):
         return getattr(import_module(METHODS[METHOD_NAMES[name]]), METHOD_NAMES[name])  # type: ignore[no-any-return]
@@ -120,14 +115,11 @@ def method_class(name: str) -> type["Ensemble"]:
 def method_options(method: type["Ensemble"], settings: Sequence[str]) -> dict[str, Any]:
     """Read settings such as `granularity=kernel` as arguments of a method's constructor.
 
-        method_options(plures.OrthogonalDropout, ["granularity=kernel", "optimize-masks=false"])
-
     Names may be written with hyphens; types and accepted values are those of the constructor's annotations.
     """
-    parameters = inspect.signature(method).parameters
-    accepted = {name: one for name, one in parameters.items() if name not in NOT_OPTIONS}
-    hints = get_type_hints(method.__init__)
-    accepted = {name: one for name, one in accepted.items() if name in hints}  # values of no type cannot be parsed
+    parameters, hints = inspect.signature(method).parameters, get_type_hints(method.__init__)
+    # Values of no type cannot be parsed.
+    accepted = {name: one for name, one in parameters.items() if name in hints and name not in NOT_OPTIONS}
     shown = [f"{kebab(name)}={one.default}" for name, one in accepted.items()]
     chosen = {}
     for setting in settings:
@@ -187,16 +179,13 @@ def looks_of(names: Iterable[str]) -> dict[str, Look]:
     >>> looks_of(["mimo", "my-method"])["mimo"].marker
     'D'
     """
-    unique = list(dict.fromkeys(names))
-    found = {name: LOOKS[name] for name in unique if name in LOOKS}
-    # Every colour with its own marker first, and with those of others when these are used up.
     every = list(LOOKS.values())
-    shifted = (every[(place + lap) % len(every)].marker for lap in range(len(every)) for place in range(len(every)))
-    free = (
-        look for look in map(Look, itertools.cycle(one.colour for one in every), shifted) if look not in found.values()
-    )
-    found |= {name: next(free) for name in unique if name not in found}
-    return {name: found[name] for name in unique}
+    found = {name: LOOKS.get(name) for name in names}
+    for place, name in enumerate([name for name, look in found.items() if look is None]):
+        # The colour of one method with the marker of another.
+        marker = every[(place + place // len(every) + 1) % len(every)].marker
+        found[name] = Look(every[place % len(every)].colour, marker)
+    return {name: look for name, look in found.items() if look is not None}
 
 
 def place_of(name: str) -> tuple[int, str]:

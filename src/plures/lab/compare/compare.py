@@ -34,8 +34,6 @@ def compare(
 ) -> list[list[Row]]:
     """Train the missing runs of comparisons and return the rows of each.
 
-        rows, = compare([Comparison("digits", get_recipe("digits"), variants([]))], Path("runs"))
-
     Finished runs are not trained again, and interrupted ones are resumed. Missing data is reported before anything is
     trained. A run that fails does not stop the others: its row has the reason. With `shift` and `ood`, runs are also
     measured on corrupted and on other images; the results are kept in the run folders.

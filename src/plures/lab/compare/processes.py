@@ -248,11 +248,7 @@ def default_jobs() -> int:
 
 
 class RunsDisplay(contextlib.AbstractContextManager["RunsDisplay"]):
-    """Show how far the runs are, by the last line of each: a live list on a terminal, plain lines elsewhere.
-
-    with RunsDisplay(len(jobs)) as display:
-        display.ended(job, reason=None)
-    """
+    """Show how far the runs are, by the last line of each: a live list on a terminal, plain lines elsewhere."""
 
     def __init__(self, count: int) -> None:
         self._count = count

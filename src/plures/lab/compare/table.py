@@ -47,11 +47,7 @@ PAPER_TITLE = "paper: accuracy % / NLL / ECE"
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a comparison: the figure of a row, how it is written, and which end is better.
-
-    nll = next(column for column in columns(rows) if column.title == "NLL")
-    nll.value(row), nll.cell(row), nll.best(rows)
-    """
+    """One column of a comparison: the figure of a row, how it is written, and which end is better."""
 
     title: str
     value: Callable[[Row], float | None]
@@ -128,10 +124,7 @@ def _cost(title: str, key: str, pattern: str) -> Column:
 
 
 def paper_column(title: str, *keys: str) -> Column:
-    """Return a column of the paper's figures.
-
-    paper_column("paper: accuracy % / NLL", "accuracy", "nll").cell(row)  # '95.1 / 0.157'
-    """
+    """Return a column of the paper's figures."""
 
     def word(paper: Published, key: str) -> str:
         value = getattr(paper, key)
@@ -148,12 +141,7 @@ def paper_column(title: str, *keys: str) -> Column:
 def write(
     folder: Path, name: str, rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]
 ) -> list[Path]:
-    """Write NAME.json, NAME.md and NAME.csv into a folder, and return their paths.
-
-        write(Path("runs/digits"), "results", rows, columns(rows), {"command": "plures compare digits"})
-
-    `about` has the command, the seeds and the machine.
-    """
+    """Write NAME.json, NAME.md and NAME.csv into a folder, and return their paths."""
     contents = {
         "json": json.dumps(document(rows, about), indent=2, allow_nan=False) + "\n",
         "md": markdown(rows, columns, about),
@@ -168,7 +156,23 @@ def write(
 
 def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
     """Return a comparison as JSON values."""
-    return {"about": dict(about), "rows": [_as_json(row) for row in rows]}
+    found = [
+        {
+            "name": row.name,
+            "method": row.runs[0].method if row.runs else None,
+            "seeds": [run.seed for run in row.runs],
+            "metrics": {
+                key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)}
+                for key in FILED
+            },
+            "member_accuracies": [run.metrics.get("member_accuracies") for run in row.runs],
+            "costs": asdict(row.costs) if row.costs else None,
+            "paper": asdict(row.paper) if row.paper else None,
+            "failures": list(row.failures),
+        }
+        for row in rows
+    ]
+    return {"about": dict(about), "rows": found}
 
 
 def writable(folder: Path) -> Path:
@@ -221,10 +225,7 @@ def about(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Write one line per run, with every digit.
-
-    as_csv(rows).splitlines()[0]  # 'method,seed,accuracy,...'
-    """
+    """Write one line per run, with every digit."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["method", "seed", *FILED, "size", "prediction", "training_epochs", "failure"])
@@ -260,18 +261,3 @@ def table(title: str, rows: Sequence[Row], columns: Sequence[Column], *, narrow:
         cells = [Text(one.cell(row), "bold" if one.stressed(rows) is row else "") for one in columns]
         made.add_row(Text(visible(row.name)), *(cells if row.runs else [Text("failed", "red")]))
     return made
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "method": row.runs[0].method if row.runs else None,
-        "seeds": [run.seed for run in row.runs],
-        "metrics": {
-            key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)} for key in FILED
-        },
-        "member_accuracies": [run.metrics.get("member_accuracies") for run in row.runs],
-        "costs": asdict(row.costs) if row.costs else None,
-        "paper": asdict(row.paper) if row.paper else None,
-        "failures": list(row.failures),
-    }

@@ -14,7 +14,7 @@ from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data, DataSplit
-from plures.lab.evaluation.corruptions import CORRUPTIONS, SEVERITIES
+from plures.lab.evaluation.corruptions import CORRUPTIONS, KINDS, SEVERITIES
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.prediction import Predictor
 
@@ -35,8 +35,8 @@ def evaluate(ensemble: Ensemble, data: Data, predictor: Predictor | None = None)
     images) is None. `predictor` predicts for the ensemble; by default, the fastest engine.
     """
     predictor = predictor or fastest(ensemble)
-    if ensemble.calibration is None:
-        ensemble.calibration = _calibration(ensemble, data.validation, predictor)
+    if ensemble.calibration is None and len(set(data.validation.labels.tolist())) > 1:
+        ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation, predictor=predictor))
     members, targets = predictions(ensemble, data.test, predictor=predictor)
     found = scores(members, targets) | {"engine": engine_of(predictor)}
     learned = ensemble.calibration
@@ -48,13 +48,6 @@ def evaluate(ensemble: Ensemble, data: Data, predictor: Predictor | None = None)
         "calibrated_nll": metrics.nll(calibrated, targets),
         "calibrated_ece": metrics.ece(calibrated, targets),
     }
-
-
-def _calibration(ensemble: Ensemble, split: DataSplit, predictor: Predictor) -> ClassCalibration | None:
-    """Return what images of several classes teach; None if there are none."""
-    if len(set(split.labels.tolist())) < 2:
-        return None
-    return ClassCalibration.fit(*predictions(ensemble, split, predictor=predictor))
 
 
 def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -82,13 +75,12 @@ def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: No
     At most SHIFT_IMAGES of them, evenly over the split; `tell` hears of each kind of corruption as it begins.
     """
     test = evenly(data.test, SHIFT_IMAGES)
-    kinds = list(dict.fromkeys(corruption.name for corruption in CORRUPTIONS))
     rows: list[dict[str, Any]] = []
     predictor = fastest(ensemble)
     for corruption in CORRUPTIONS:
         if corruption.severity == SEVERITIES[0]:
-            place = kinds.index(corruption.name) + 1
-            tell(f"under shift, {place} of {len(kinds)}: {corruption.name} on {len(test):,} images")
+            place = list(KINDS).index(corruption.name) + 1
+            tell(f"under shift, {place} of {len(KINDS)}: {corruption.name} on {len(test):,} images")
         found = scores(*predictions(ensemble, test, spoil=corruption, predictor=predictor))
         rows.append(
             {"corruption": corruption.name, "severity": corruption.severity}
@@ -98,11 +90,7 @@ def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: No
 
 
 def evaluate_ood(ensemble: Ensemble, data: Data, unfamiliar: Data) -> list[dict[str, Any]]:
-    """Measure how well uncertainty separates the test images of other data from the data's own.
-
-    unfamiliar = open_data("svhn", like=data.info)
-    evaluate_ood(ensemble, data, unfamiliar)[0]["auroc"]
-    """
+    """Measure how well uncertainty separates the test images of other data from the data's own."""
     inside, _ = predictions(ensemble, data.test)
     outside, _ = predictions(ensemble, evenly(unfamiliar.test, OTHER_IMAGES))
     return told_apart(inside, outside)
@@ -151,7 +139,7 @@ def predictions(
 
 
 def fastest(ensemble: Ensemble) -> Predictor:
-    """Give what predicts the same as an ensemble in the least time: an engine, if the method has them.
+    """Return what predicts the same as an ensemble in the least time: an engine, if the method has them.
 
     The unfolded engine gives its bits, the owned one agrees to about 1e-5: `engine_of` names it.
     """
@@ -159,15 +147,12 @@ def fastest(ensemble: Ensemble) -> Predictor:
 
 
 def engine_of(predictor: Predictor) -> str | None:
-    """Name the engine that predicts, or None where it is the ensemble itself.
-
-    engine_of(fastest(ensemble))  # 'owned (avx2)'
-    """
+    """Return the name of an engine, or None if the ensemble itself predicts."""
     return predictor.about if isinstance(predictor, Engine) else None
 
 
 def device_of(ensemble: Ensemble) -> torch.device:
-    """Find where an ensemble's weights are."""
+    """Return the device of an ensemble's weights."""
     return next((parameter.device for parameter in ensemble.parameters()), torch.device("cpu"))
 
 

@@ -38,21 +38,6 @@ class Failure:
     error: str
 
 
-def image_files(paths: Sequence[Path]) -> Iterator[Path | Failure]:
-    """Iterate over files, and over the images in folders and their subfolders, sorted by name."""
-    for path in paths:
-        try:
-            with reading(path):
-                found = images_below(path) if path.is_dir() else [path]
-        except PluresError as error:
-            yield Failure(visible(str(path)), str(error))
-            continue
-        if not found:
-            accepted = ", ".join(sorted(EXTENSIONS))
-            yield Failure(visible(str(path)), visible(f"the folder {path} contains no images ({accepted})"))
-        yield from found
-
-
 @dataclass(frozen=True)
 class Wanted:
     """The options of a prediction."""
@@ -63,39 +48,35 @@ class Wanted:
 
 
 def predict_files(
-    run: Run, paths: Sequence[Path], wanted: Wanted, predictor: Predictor | None = None
+    run: Run, paths: Sequence[Path], wanted: Wanted, predictor: Predictor
 ) -> Iterator[ImagePrediction | Failure]:
     """Predict every image, or yield the reason why not: one bad file does not stop the others.
 
-        for result in predict_files(run, [Path("wren.png")], Wanted(coverage=0.9)): ...
-
-    `predictor` is an engine of the run's ensemble; by default, the ensemble itself.
+    Of folders, all images in them and their subfolders are predicted, sorted by name.
     """
-    predictor = predictor or run.ensemble
     check_calibrated(run, wanted)
     waiting: list[tuple[Path, np.ndarray]] = []
-    for path in image_files(paths):
-        if isinstance(path, Failure):
-            yield path
-            continue
+    files = [(path, True) for path in reversed(paths)]
+    while files:
+        path, given = files.pop()
         try:
-            waiting.append((path, read_image(path, run.info)))
+            with reading(path):
+                is_folder = given and path.is_dir()
+                found = images_below(path) if is_folder else []
+            files += [(one, False) for one in reversed(found)]
+            if not is_folder:
+                waiting.append((path, read_image(path, run.info)))
+            elif not found:
+                accepted = ", ".join(sorted(EXTENSIONS))
+                raise PluresError(f"the folder {path} contains no images ({accepted})")
         except PluresError as error:
             yield Failure(visible(str(path)), str(error))
-        if len(waiting) == BATCH:
-            yield from _predict(run, predictor, waiting, wanted)
+        if len(waiting) == BATCH or (waiting and not files):
+            names, pixels = zip(*waiting, strict=True)
+            inputs = run.info.normalise(torch.from_numpy(np.stack(pixels))).to(device_of(run.ensemble))
+            prediction = predictor.predict(inputs, abstain_below=wanted.abstain_below)
+            yield from image_predictions(prediction, [visible(str(one)) for one in names], run.info.classes, wanted)
             waiting = []
-    if waiting:
-        yield from _predict(run, predictor, waiting, wanted)
-
-
-def _predict(
-    run: Run, predictor: Predictor, images: list[tuple[Path, np.ndarray]], wanted: Wanted
-) -> list[ImagePrediction]:
-    pixels = torch.from_numpy(np.stack([pixels for _, pixels in images]))
-    inputs = run.info.normalise(pixels).to(device_of(run.ensemble))
-    prediction = predictor.predict(inputs, abstain_below=wanted.abstain_below)
-    return image_predictions(prediction, [visible(str(path)) for path, _ in images], run.info.classes, wanted)
 
 
 def check_calibrated(run: Run, wanted: Wanted) -> None:
@@ -110,10 +91,7 @@ def check_calibrated(run: Run, wanted: Wanted) -> None:
 def image_predictions(
     prediction: Prediction, files: Sequence[str], names: Sequence[str], wanted: Wanted
 ) -> list[ImagePrediction]:
-    """Return a prediction image by image, with class names, sets and abstentions.
-
-    image_predictions(ensemble.predict(images), ["wren.png"], data.info.classes, Wanted(coverage=0.9))[0].classes
-    """
+    """Return a prediction image by image, with class names, sets and abstentions."""
     sets = None if wanted.coverage is None else prediction.sets(wanted.coverage).tolist()
     label = prediction.label
     if wanted.risk is not None:

@@ -46,7 +46,7 @@ def kept_trust(folder: Path) -> Trust:
     found = {name: value for name, value in read_object(path, TRUST, advice).items() if value is not None}
     if not _makes_sense(found):
         raise PluresError(f"{path} is damaged or was written by another program, its figures do not fit: {advice}")
-    if not _is_current(found.get("shift")):
+    if found.get("shift", {}).get("constants") != CONSTANTS:  # the first versions do not say with which
         found.pop("shift", None)
     return found
 
@@ -74,7 +74,7 @@ def measured_trust(
     """Measure what is asked for and was not measured before, and keep each part in the run folder at once."""
     found = kept_trust(folder)
     home_missing = "home" not in found or ("calibrated" in found and "first_members" not in found)  # of older versions
-    shift_missing = shift and not _is_current(found.get("shift"))
+    shift_missing = shift and "shift" not in found
     ood_missing = ood is not None and found.get("ood", {}).get("data") != ood
     if not (home_missing or shift_missing or ood_missing):
         return found
@@ -86,7 +86,8 @@ def measured_trust(
         tell(f"{len(data.test):,} test images as they are")
         members, targets = predictions(run.ensemble, data.test)
     if home_missing:
-        _keep(folder, found, at_home(members, targets, *_held_out(run.ensemble, data)))
+        held_out = predictions(run.ensemble, data.validation) if len(data.validation) else (None, None)
+        _keep(folder, found, at_home(members, targets, *held_out))
     if other is not None:
         some = evenly(other, OTHER_IMAGES)
         tell(f"{len(some):,} images of {ood}")
@@ -94,11 +95,6 @@ def measured_trust(
     if shift_missing:
         _keep(folder, found, {"shift": under_shift(run.ensemble, data, tell)})
     return found
-
-
-def _is_current(shift: Trust | None) -> bool:
-    """Whether a shift was measured with the corruptions of today; the first versions do not say with which."""
-    return shift is not None and shift.get("constants") == CONSTANTS
 
 
 def as_metrics(found: Trust) -> dict[str, float]:
@@ -135,7 +131,12 @@ def at_home(members: Tensor, targets: Tensor, held_out: Tensor | None, labels: T
         **_quality(calibration.probabilities(members), targets),
     }
     found["on_demand"] = [_on_demand(calibration, members, targets, until) for until in UNTIL]
-    found["first_members"] = [_first(calibration, members, targets, count) for count in range(1, len(members) + 1)]
+    # The first members alone, for every image: what members on demand have to be better than.
+    firsts = [(count, calibration.probabilities(members[:count])) for count in range(1, len(members) + 1)]
+    found["first_members"] = [
+        {"members": count, "accuracy": metrics.accuracy(some, targets), "nll": metrics.nll(some, targets)}
+        for count, some in firsts
+    ]
     found["bounded"] = [one for risk in RISKS if (one := _bounded(calibration, mean, targets, risk))]
     if len(labels) >= held_out_for_coverage(COVERAGE):
         found["sets"] = [
@@ -183,10 +184,6 @@ def _keep(folder: Path, found: Trust, more: Trust) -> None:
         files.write_json(folder / FILE, found)
 
 
-def _held_out(ensemble: Any, data: Data) -> tuple[Tensor | None, Tensor | None]:
-    return predictions(ensemble, data.validation) if len(data.validation) else (None, None)
-
-
 def _quality(probabilities: Tensor, targets: Tensor) -> dict[str, float]:
     named = {"accuracy": metrics.accuracy, "nll": metrics.nll, "ece": metrics.ece, "aurc": metrics.aurc}
     return {name: metric(probabilities, targets) for name, metric in named.items()}
@@ -221,16 +218,6 @@ def _on_demand(calibration: ClassCalibration, members: Tensor, targets: Tensor, 
         "members": float(used.double().mean()),
         "early": float(early.double().mean()),
         "early_same": float((label == whole)[early].double().mean()) if bool(early.any()) else 1.0,
-        "accuracy": metrics.accuracy(probabilities, targets),
-        "nll": metrics.nll(probabilities, targets),
-    }
-
-
-def _first(calibration: ClassCalibration, members: Tensor, targets: Tensor, count: int) -> dict[str, float]:
-    """Measure the first members alone, for every image: what members on demand have to be better than."""
-    probabilities = calibration.probabilities(members[:count])
-    return {
-        "members": count,
         "accuracy": metrics.accuracy(probabilities, targets),
         "nll": metrics.nll(probabilities, targets),
     }
