@@ -298,7 +298,10 @@ def test_a_method_of_the_users_own_trains_resumes_and_predicts(
         (["train", "--set", "measured=1"], "no option of orthogonal-dropout 'measured'"),
         (["train", "--model", "builtins:dict"], "'builtins:dict' must"),
         (["train", "--model", "torch:zeros"], "'torch:zeros' must"),
-        (["train", "--model", "json:dumps"], "'json:dumps' must be a function or class that takes classes= and channels="),
+        (
+            ["train", "--model", "json:dumps"],
+            "'json:dumps' must be a function or class that takes classes= and channels=",
+        ),
         (["train", "--model", "mlp", "--width", "65536"], "of this width and size takes"),
         (["train", "--method", "no_such_module:Best"], "cannot be imported"),
         (["train", "--method", "torch.nn:Linear"], "derived from plures.Ensemble"),
