@@ -162,8 +162,10 @@ class Ensemble(Predictor, ABC):
 
         print(ensemble.summary())
         """
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
+        heading = f"{type(self).__name__} of {self.given.name} ({options}): {self._how_far()}"
         calibrated = [] if self.calibration is None else [self.calibration.summary()]
-        return "\n".join([self._heading(), *self._size_lines(), *calibrated])
+        return "\n".join([heading, *self._size_lines(), *calibrated])
 
     def _size_lines(self) -> list[str]:
         """Describe the size of the ensemble; a method with more details overrides this."""
@@ -174,10 +176,6 @@ class Ensemble(Predictor, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}  # a copy has no part in the stages of this ensemble
-
-    def _heading(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
-        return f"{type(self).__name__} of {self.given.name} ({options}): {self._how_far()}"
 
     def _how_far(self) -> str:
         plan = self.plan()

@@ -94,11 +94,8 @@ class MCDropout(OneStage):
                 hook.random = random
             return [logits_of(call_with(network, values, self._places, batch)) for batch in batches]
 
-        return self._lender.lend(self, self._structure, run)
-
-    def _structure(self) -> "tuple[nn.Module, list[_Hook]]":
-        """Make what a call runs: a network whose hooks draw from the generator of the call."""
-        return shell((self.network, self._hooks))
+        # A structure of its own for each call: its hooks draw from the generator of the call.
+        return self._lender.lend(self, lambda: shell((self.network, self._hooks)), run)
 
     def _stage(self, step: Step) -> Stage:
         """Make the stage that `open` checks out: its dropout follows `train()` and `eval()` as usual."""
@@ -109,15 +106,10 @@ class MCDropout(OneStage):
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file."""
-        return {
-            "passes": self.passes,
-            "granularity": self.granularity,
-            "sites": self.sites,
-            "init": self.init,
-            "seed": self.seed,
-        }
+        return {name: getattr(self, name) for name in ("passes", "granularity", "sites", "init", "seed")}
 
 
+@dataclass(eq=False)
 class _Hook:
     """Drop entries of a module's input: always when the ensemble predicts, in training mode when a stage trains.
 
@@ -126,36 +118,29 @@ class _Hook:
     generator.
     """
 
-    def __init__(self, site: str, drop: "_Drop", inserted: bool) -> None:
-        self.site = site
-        self.drop = drop
-        self.inserted = inserted  # the network's own dropout layers need no hook to train
-        self.always = True
-        self.random: torch.Generator | None = None
+    site: str
+    rate: float
+    inserted: bool = True  # the network's own dropout layers need no hook to train
+    channels: int | None = None  # the axis of which whole channels are dropped, of each sample
+    alpha: bool = False  # keep mean and variance, for networks that normalise themselves
+    always: bool = True
+    random: torch.Generator | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self.always and not (self.inserted and module.training):
             return None
         if not args:
             raise PluresError(f"site {self.site!r} gets its input as a named argument: name a layer inside it instead")
-        return (self.drop(args[0], self.random), *args[1:])
+        return (self._dropped(args[0]), *args[1:])
 
-
-@dataclass(frozen=True)
-class _Drop:
-    """Drop single entries, or whole channels (of the axis given) of each sample, as torch's dropout layers do."""
-
-    rate: float
-    channels: int | None = None
-    alpha: bool = False  # keep mean and variance, for networks that normalise themselves
-
-    def __call__(self, x: Tensor, random: torch.Generator | None) -> Tensor:
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Drop as torch's dropout layers do."""
         shape = list(x.shape)
         if self.channels is not None:
             axis = self.channels % x.dim()
             shape = [size if place in (0, axis) else 1 for place, size in enumerate(shape)]
         like = x if shape == list(x.shape) else x.new_empty(shape)
-        kept = torch.empty_like(like).bernoulli_(1 - self.rate, generator=random)
+        kept = torch.empty_like(like).bernoulli_(1 - self.rate, generator=self.random)
         if not self.alpha:
             return x * kept.div_(1 - self.rate)
         a = 1 / math.sqrt((ALPHA**2 * self.rate + 1) * (1 - self.rate))
@@ -168,11 +153,11 @@ def _hook(network: nn.Module, site: str, rate: float, granularity: Granularity) 
         module.p = rate
         by_channel = isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.FeatureAlphaDropout)
         alpha = isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout)
-        hook = _Hook(site, _Drop(rate, 1 if by_channel else None, alpha), inserted=False)
+        hook = _Hook(site, rate, inserted=False, channels=1 if by_channel else None, alpha=alpha)
     elif granularity == "element":
-        hook = _Hook(site, _Drop(rate), inserted=True)
+        hook = _Hook(site, rate)
     elif isinstance(module, nn.Linear | _ConvNd):
-        hook = _Hook(site, _Drop(rate, -1 if isinstance(module, nn.Linear) else 1), inserted=True)
+        hook = _Hook(site, rate, channels=-1 if isinstance(module, nn.Linear) else 1)
     else:
         kind = type(module).__name__
         raise PluresError(f"site {site!r} is a {kind}: channels are dropped before Linear and convolution layers only")
