@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from plures.errors import PluresError
 from plures.native import build, library, training
-from plures.native.operators import affine, block, block_linear, convolution, linear, unblock
+from plures.native.operators import affine, block, convolution, linear, unblock
 from plures.native.structures import Lists, block_lists, kernel_lists
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
@@ -126,7 +126,7 @@ def test_linear_layer_of_members_is_torchs_own(members, outputs, inputs, rows, b
     owners = drawn_owners((-(-outputs // 8) if blocks else outputs, inputs), members, seed)
     spread = owners.repeat_interleave(8, 0)[:outputs] if blocks else owners
     lists = (block_lists if blocks else kernel_lists)(weight, owners, list(range(members)), scales)
-    found = (block_linear if blocks else linear)(x, *lists[:3], bias, *lists[3:5], relu)
+    found = linear(x, *lists[:3], bias, *lists[3:5], relu)
     expected = torch.stack(
         [
             F.linear(x[0 if shared else m], weight * (spread == m) * scales[m].view(-1, 1), bias[m])
@@ -203,7 +203,7 @@ def test_operators_pass_torchs_own_checks():
     torch.library.opcheck(affine.default, (blocked, torch.ones(3, 10), torch.ones(3, 10), True), test_utils=tests)
     weight = torch.randn(9, 10, generator=generator(0))
     rows = torch.randn(3, 4, 10, generator=generator(1))
-    for lists_of, operator, shape in ((kernel_lists, linear, (9, 10)), (block_lists, block_linear, (2, 10))):
+    for lists_of, operator, shape in ((kernel_lists, linear, (9, 10)), (block_lists, linear, (2, 10))):
         made = lists_of(weight, drawn_owners(shape, 3, 0), [0, 1, 2])
         arguments = (rows, *made[:3], torch.zeros(3, 9), *made[3:5], True)
         torch.library.opcheck(operator.default, arguments, test_utils=tests)
@@ -265,7 +265,7 @@ def valid_calls() -> dict[str, tuple[object, list[object], list[int]]]:
     return {
         "convolution": (convolution, of_convolution, [2, 3]),
         "linear": (linear, [rows, *single[:3], torch.zeros(3, 9), *single[3:5], True], [1, 2]),
-        "block_linear": (block_linear, [rows, *blocks[:3], torch.zeros(3, 9), *blocks[3:5], True], [1, 2]),
+        "block_linear": (linear, [rows, *blocks[:3], torch.zeros(3, 9), *blocks[3:5], True], [1, 2]),
         "block": (block, [x, 3, library.load().lanes], []),
         "unblock": (unblock, [blocked, 9], []),
         "affine": (affine, [blocked, torch.ones(3, 10), torch.zeros(3, 10), False], []),
@@ -495,7 +495,7 @@ def test_blocks_of_avx512_are_torchs_own(sixteen_lanes, monkeypatch):
     owners = drawn_owners((3, 600), 3, 0)
     lists, x = block_lists(weight, owners, [0, 1, 2]), torch.randn(3, 31, 600, generator=generator(1))
     spread = owners.repeat_interleave(8, 0)[:21]
-    found = block_linear(x, *lists[:3], torch.zeros(3, 21), *lists[3:5], False)
+    found = linear(x, *lists[:3], torch.zeros(3, 21), *lists[3:5], False)
     agrees(found, torch.stack([x[m] @ (weight * (spread == m)).T for m in range(3)]))
 
 

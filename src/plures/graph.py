@@ -31,9 +31,6 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Graph:
     """The nodes of a traced network, the layer that each one calls, and what follows it.
 
-        graph = Graph(network)
-        graph.folds()  # {"conv1": "bn1"}
-
     A network whose control flow depends on values cannot be traced: torch.fx raises an error of its own. Layers are
     known by their exact type: a class derived from one of torch's may do anything.
     """
@@ -61,7 +58,8 @@ class Graph:
 
     def is_sum(self, node: fx.Node) -> bool:
         """Return whether a node adds two others, and does nothing else."""
-        return _calls_function(node) and node.target in ADD and _two_nodes(node)
+        two = len(node.args) == 2 and not node.kwargs and all(isinstance(one, fx.Node) for one in node.args)
+        return two and _calls_function(node) and node.target in ADD
 
     def is_elementwise(self, node: fx.Node) -> bool:
         """Return whether a node works on each number apart, so that any layout of the images will do."""
@@ -92,7 +90,8 @@ class Graph:
         pairs = {}
         for node in self.layers:
             norm = self.only_user(node)
-            if not self.is_layer(node, *CONVOLUTIONS) or norm is None or not self._is_norm(norm):
+            layer = None if norm is None or norm.kwargs else self.layers.get(norm)
+            if not self.is_layer(node, *CONVOLUTIONS) or norm is None or not has_statistics(layer):
                 continue
             names = cast(str, node.target), cast(str, norm.target)
             inside = [name for name in first_names if name.rpartition(".")[0] in names]
@@ -101,17 +100,8 @@ class Graph:
                 pairs[names[0]] = names[1]
         return pairs
 
-    def _is_norm(self, node: fx.Node) -> bool:
-        layer = self.layers.get(node)
-        if not isinstance(layer, _BatchNorm) or not type(layer).__module__.startswith("torch.nn."):
-            return False
-        return "forward" not in vars(layer) and layer.running_mean is not None and not node.kwargs
-
     def shapes(self, *inputs: Tensor) -> dict[fx.Node, torch.Size]:
-        """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied.
-
-        graph.shapes(torch.empty(2, 3, 32, 32, device="meta"))
-        """
+        """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied."""
         held = (*self.network.parameters(), *self.network.buffers())
         memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta", requires_grad=False) for t in held}
         recorder = _Shapes(copy.deepcopy(self.network, memo), graph=self.graph)
@@ -121,12 +111,24 @@ class Graph:
         return recorder.found
 
 
+def is_of_torch(layer: nn.Module | None) -> bool:
+    """Return whether a layer is of a class of torch and runs its code: a derived class may do anything."""
+    return type(layer).__module__.startswith("torch.nn.") and "forward" not in vars(layer)
+
+
+def has_statistics(layer: nn.Module | None) -> bool:
+    """Return whether a layer is one of torch's batch norms, with running statistics."""
+    return isinstance(layer, _BatchNorm) and is_of_torch(layer) and layer.running_mean is not None
+
+
+def is_plain_convolution(layer: nn.Module) -> bool:
+    """Return whether a layer is a convolution of the kind that the native kernels know."""
+    whole = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.dilation == (1, 1)
+    return whole and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
 def _calls_function(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method")
-
-
-def _two_nodes(node: fx.Node) -> bool:
-    return len(node.args) == 2 and not node.kwargs and all(isinstance(one, fx.Node) for one in node.args)
 
 
 class _Shapes(fx.Interpreter):
@@ -142,10 +144,7 @@ class _Shapes(fx.Interpreter):
 
 
 def graph_of(network: nn.Module) -> Graph | None:
-    """Trace a copy of a network's structure; return None if torch.fx cannot, or if hooks would be lost.
-
-    graph = graph_of(network)
-    """
+    """Trace a copy of a network's structure; return None if torch.fx cannot, or if hooks would be lost."""
     if any(map(has_hooks, network.modules())) or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     try:
@@ -155,11 +154,7 @@ def graph_of(network: nn.Module) -> Graph | None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Return whether a layer has hooks, which a trace leaves out.
-
-    >>> has_hooks(nn.Linear(2, 3))
-    False
-    """
+    """Return whether a layer has hooks, which a trace leaves out."""
     forward = layer._forward_hooks or layer._forward_pre_hooks
     return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
 
@@ -187,27 +182,21 @@ class _OfThisThread(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
-class _Turn:
-    """One trace at a time: each puts back what it found, which must not be the change of another."""
-
-    def __init__(self) -> None:
-        self.renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.renew)  # the thread that held it is not in the child
-
-    def renew(self) -> None:
-        self.lock = threading.RLock()  # a network may make an engine of another one while it is traced
+_turn = threading.RLock()  # one trace at a time; a network may make an engine of another one while it is traced
 
 
-_turn = _Turn()
+def _renew_turn() -> None:
+    global _turn
+    _turn = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_turn)  # the thread that held it is not in the child
 
 
 def trace(network: nn.Module) -> fx.Graph:
-    """Trace a network by torch.fx, which changes how modules are called; other threads predict meanwhile.
-
-    nodes = list(trace(network).nodes)
-    """
-    with _turn.lock:
+    """Trace a network by torch.fx, which changes how modules are called; other threads predict meanwhile."""
+    with _turn:
         tracer = _OfThisThread()
         try:
             return tracer.trace(network)

@@ -35,7 +35,6 @@ _SCHEMAS = (
     f"convolution(Tensor x, Tensor? residual, {_LISTS}, int[] kernel, int[] stride, int[] padding, int inputs, "
     "int group, bool whole, bool relu) -> Tensor",
     f"linear(Tensor x, {_LISTS}, int inputs, int group, bool relu) -> Tensor",
-    f"block_linear(Tensor x, {_LISTS}, int inputs, int group, bool relu) -> Tensor",
     "block(Tensor x, int members, int lanes) -> Tensor",
     "unblock(Tensor x, int images) -> Tensor",
     "affine(Tensor x, Tensor factor, Tensor shift, bool relu) -> Tensor",
@@ -45,7 +44,6 @@ for _schema in _SCHEMAS:
 
 convolution = torch.ops.plures.convolution
 linear = torch.ops.plures.linear
-block_linear = torch.ops.plures.block_linear
 block = torch.ops.plures.block
 unblock = torch.ops.plures.unblock
 affine = torch.ops.plures.affine
@@ -54,10 +52,6 @@ affine = torch.ops.plures.affine
 def _convolved(x: Tensor, bias: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     sizes = [(x.shape[3 + axis] + 2 * padding[axis] - kernel[axis]) // stride[axis] + 1 for axis in (0, 1)]
     return x.new_empty(bias.shape[0], x.shape[1], bias.shape[1], *sizes, x.shape[5])
-
-
-def _rows(x: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(bias.shape[0], x.shape[1], bias.shape[1])
 
 
 def _convolution(
@@ -111,42 +105,28 @@ def _convolution(
 def _linear(
     x: Tensor, starts: Tensor, places: Tensor, values: Tensor, bias: Tensor, inputs: int, group: int, relu: bool
 ) -> Tensor:
-    """Run a linear layer of single weights as a kernel of one tap over a map of one line: its pixels are the rows."""
+    """Run a linear layer, over blocks of outputs if each entry has the values of one, or over single weights."""
     library = load()
     x, bias = _ready(x, 3, bias, inputs)
     members, outputs = bias.shape
-    rows = x.shape[1]
-    output = _rows(x, bias)
-    values = _checked(starts, places, values, members, outputs, inputs, group, 1, 1)
-    layer = filled(
-        Convolution,
-        *(x, None, values, bias, starts, places, output),
-        0 if x.shape[0] == 1 else x.stride(0),
-        *(1, inputs, 1, rows, outputs),
-        *(members, 1, inputs, 1, rows, outputs, 1, rows),
-        *(1, 1, 1, 1, 0, 0, 1, group, True, relu),
-    )
+    rows, stride = x.shape[1], 0 if x.shape[0] == 1 else x.stride(0)
+    output = x.new_empty(members, rows, outputs)
+    in_blocks = values.shape[1:] == (BLOCK,)
+    lists, each = (-(-outputs // BLOCK), BLOCK) if in_blocks else (outputs, 1)
+    values = _checked(starts, places, values, members, lists, inputs, group, 1, each)
+    if in_blocks:
+        sizes = (stride, members, rows, inputs, outputs, group, relu)
+        layer = filled(BlockLinear, x, values, bias, starts, places, output, *sizes)
+    else:  # a kernel of one tap over a map of one line: its pixels are the rows
+        layer = filled(
+            Convolution,
+            *(x, None, values, bias, starts, places, output),
+            *(stride, 1, inputs, 1, rows, outputs),
+            *(members, 1, inputs, 1, rows, outputs, 1, rows),
+            *(1, 1, 1, 1, 0, 0, 1, group, True, relu),
+        )
     if output.numel():
-        library.run("plures_convolution", library.kernels, layer)
-    return output
-
-
-def _block_linear(
-    x: Tensor, starts: Tensor, places: Tensor, values: Tensor, bias: Tensor, inputs: int, group: int, relu: bool
-) -> Tensor:
-    library = load()
-    x, bias = _ready(x, 3, bias, inputs)
-    members, outputs = bias.shape
-    output = _rows(x, bias)
-    values = _checked(starts, places, values, members, -(-outputs // BLOCK), inputs, group, 1, BLOCK)
-    layer = filled(
-        BlockLinear,
-        *(x, values, bias, starts, places, output),
-        0 if x.shape[0] == 1 else x.stride(0),
-        *(members, x.shape[1], x.shape[2], outputs, group, relu),
-    )
-    if output.numel():
-        library.run("plures_block_linear", library.kernels, layer)
+        library.run("plures_block_linear" if in_blocks else "plures_convolution", library.kernels, layer)
     return output
 
 
@@ -206,15 +186,6 @@ def _affine(x: Tensor, factor: Tensor, shift: Tensor, relu: bool) -> Tensor:
     return output
 
 
-def _fake_convolution(x: Tensor, _added: object, *rest: Any) -> Tensor:
-    bias, kernel, stride, padding = rest[3:7]
-    return _convolved(x, bias, kernel, stride, padding)
-
-
-def _fake_linear(x: Tensor, _starts: object, _places: object, _values: object, bias: Tensor, *_: object) -> Tensor:
-    return _rows(x, bias)
-
-
 def _on_one_device(fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Refuse what is partly on the meta device: new tensors of a real one would hold whatever was in memory."""
 
@@ -228,9 +199,8 @@ def _on_one_device(fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 for _name, _kernel, _fake in (
-    ("convolution", _convolution, _fake_convolution),
-    ("linear", _linear, _fake_linear),
-    ("block_linear", _block_linear, _fake_linear),
+    ("convolution", _convolution, lambda x, *given: _convolved(x, *given[4:8])),
+    ("linear", _linear, lambda x, *given: x.new_empty(len(given[3]), x.shape[1], given[3].shape[1])),
     ("block", _block, lambda x, *settings: x.new_empty(_blocked_shape(x, *settings))),
     ("unblock", _unblock, lambda x, images: x.new_empty(len(x) * images, *x.shape[2:5])),
     ("affine", _affine, lambda x, factor, *_: x.new_empty(len(factor), *x.shape[1:])),

@@ -62,23 +62,20 @@ class MemberKernels(NamedTuple):
 def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
     """List the kernels that each member has, [members, outputs, inputs] of booleans.
 
-        kernels = kernels_of(owners == torch.arange(5)[:, None, None])
-
     The weight is [outputs, inputs, height, width], or [members, outputs, inputs, height, width] if it is `private`.
     """
     mine = mine.cpu()
     _, outputs, inputs = mine.shape
     each = outputs * inputs if private else 0  # kernels of a member's own weight
 
-    def ordered(turned: bool, group: int) -> Order:
+    def ordered(turned: bool, group: int, kind: torch.dtype = torch.int16) -> Order:
         here = mine.transpose(1, 2) if turned else mine
         group = min(group, here.shape[2])
         starts, places, member, output, channel = in_order(here[..., None], group)
         rows = (channel * inputs + output if turned else output * inputs + channel) + member * each
-        return Order(starts, places.to(torch.int16), rows.int(), group)
+        return Order(starts, places.to(kind), rows.int(), group)
 
-    by_input = ordered(True, outputs)
-    by_input = by_input._replace(places=by_input.places.int())
+    by_input = ordered(True, outputs, torch.int32)
     return MemberKernels(ordered(False, GROUP), ordered(True, GROUP), by_input, outputs, inputs)
 
 
@@ -91,8 +88,6 @@ def convolution(
     padding: Sequence[int],
 ) -> Tensor:
     """Convolve blocked images, of all members or the same for all, with the kernels that each member has.
-
-        y = convolution(x, weight, None, kernels, stride=(1, 1), padding=(1, 1))
 
     `bias` is [members, outputs]. The gradient of a kernel comes from the member that has it; other kernels get zero.
     """

@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
-from plures.graph import ELEMENTWISE_LAYERS, Graph, has_hooks
+from plures.graph import ELEMENTWISE_LAYERS, Graph, has_hooks, is_plain_convolution
 from plures.methods.orthogonal_dropout.masks import MASKS, Keep, mask_of
 from plures.native.library import load, why_unavailable
 from plures.native.training import MemberKernels, blocked, convolution, kernels_of, norm, unblocked
@@ -29,9 +29,6 @@ LAYERS = (
 
 class TrainingEngine:
     """Run the network of a stage in training.
-
-        engine = TrainingEngine()
-        output = engine.output(stage.network, images)  # None: call the network
 
     It uses the tensors of the network's own layers, so gradients arrive where they always do, and agree to rounding. It
     needs a CPU with the native library, float32, and batches that fill the vectors. The network consists of torch's
@@ -66,10 +63,7 @@ class TrainingEngine:
             self._running.release()
 
     def takes(self, network: nn.Module, images: int) -> bool:
-        """Return whether batches of this many images of a network in training can be run, on the CPU and in float32.
-
-        engine.takes(stage.network, 128)
-        """
+        """Return whether batches of this many images of a network in training can be run, on the CPU and in float32."""
         if self._refused is network:
             return False
         if self._prepared is None or self._prepared.module is not network:
@@ -97,13 +91,11 @@ def _is_known(layer: nn.Module) -> bool:
 def _mask(network: nn.Module, name: str) -> Tensor | None:
     """Return the mask of a convolution if it is of whole kernels and the library has all that the layer needs."""
     layer = network.get_submodule(name)
-    if not isinstance(layer, nn.Conv2d) or not parametrize.is_parametrized(layer, "weight"):
+    if not is_plain_convolution(layer) or not parametrize.is_parametrized(layer, "weight"):
         return None
     chain = cast(nn.ModuleDict, layer.parametrizations)["weight"]
     mask = mask_of(network, f"{name}.weight")
-    simple = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
-    simple = simple and not isinstance(layer.padding, str)
-    if not simple or not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1:
+    if not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1:
         return None
     return mask.mask if mask.mask.shape[2:] == (1, 1) else None
 
@@ -133,11 +125,8 @@ class _Prepared(fx.Interpreter):
         self.extra_traceback = False  # an error is the layer's own
         self.traced = traced
         self.known = list(network.modules())
-        self.masks: dict[fx.Node, Tensor] = {}
-        for node in traced.layers:
-            mask = _mask(network, cast(str, node.target))
-            if mask is not None and len(node.args) == 1:
-                self.masks[node] = mask
+        masks = {node: _mask(network, cast(str, node.target)) for node in traced.layers if len(node.args) == 1}
+        self.masks = {node: mask for node, mask in masks.items() if mask is not None}
         self.kernels: dict[fx.Node, MemberKernels] = {
             node: kernels_of(mask.flatten(1)[None] != 0) for node, mask in self.masks.items()
         }
@@ -160,17 +149,13 @@ class _Prepared(fx.Interpreter):
         """Return whether the network is as it was: not all of its layers are called here."""
         modules = list(self.module.modules())
         same = list(map(id, modules)) == list(map(id, self.known))
-        same = same and self._has_the_same_masks()
         norms = all(_can_norm(layer) for layer in modules if isinstance(layer, nn.BatchNorm2d))
         plain = all(layer.training and _is_known(layer) and not has_hooks(layer) for layer in modules)
-        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        return same and norms and plain and not hooked
-
-    def _has_the_same_masks(self) -> bool:
         versions = [mask._version for mask in self.masks.values()]
         if versions != self.versions and all(map(torch.equal, self.masks.values(), self.copies)):
             self.versions = versions  # written again with the same values, by a run that resumes or by DDP
-        return versions == self.versions
+        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        return same and norms and plain and not hooked and versions == self.versions
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run the network."""
@@ -186,7 +171,11 @@ class _Prepared(fx.Interpreter):
             return self._run_on(n, args, kwargs, lambda value: unblocked(value.now()))
         layer = self.traced.layers.get(n)
         if n in self.kernels:
-            return self._convolved(n, cast(nn.Conv2d, layer), args[0])
+            images = args[0].now() if isinstance(args[0], _Blocked) else blocked(args[0])
+            convolved = cast(nn.Conv2d, layer)
+            bias = None if convolved.bias is None else convolved.bias[None]
+            settings = (self.kernels[n], convolved.stride, cast(tuple[int, int], convolved.padding))
+            return _Blocked(convolution(images, convolved.weight, bias, *settings))
         if isinstance(layer, nn.BatchNorm2d):
             return self._finished(n, _Blocked(args[0].now(), layer))
         if isinstance(layer, nn.Identity):
@@ -205,11 +194,6 @@ class _Prepared(fx.Interpreter):
         """Run a node as it is, on images that are taken from the blocked ones."""
         args, kwargs = map_aggregate((args, kwargs), lambda v: take(v) if isinstance(v, _Blocked) else v)
         return getattr(self, node.op)(node.target, args, kwargs)
-
-    def _convolved(self, node: fx.Node, layer: nn.Conv2d, given: Any) -> _Blocked:
-        images = given.now() if isinstance(given, _Blocked) else blocked(given)
-        bias, padding = None if layer.bias is None else layer.bias[None], cast(tuple[int, int], layer.padding)
-        return _Blocked(convolution(images, layer.weight, bias, self.kernels[node], layer.stride, padding))
 
     def _finished(self, node: fx.Node, value: _Blocked) -> _Blocked:
         """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
@@ -236,10 +220,7 @@ class _Prepared(fx.Interpreter):
     def _stays_blocked(self, node: fx.Node) -> bool:
         """Return whether the output of a node is blocked images."""
         given = [argument in self.blocked for argument in node.args if isinstance(argument, fx.Node)]
-        if node.kwargs or not given:
-            return False
-        layer = self.traced.layers.get(node)
-        if node in self.masks:
-            return True
+        if node.kwargs or not given or node in self.masks:
+            return bool(given) and not node.kwargs
         fits = self.traced.is_elementwise(node) or self.traced.is_layer(node, nn.Identity)
-        return all(given) and (fits or (layer is not None and _can_norm(layer)))
+        return all(given) and (fits or (node in self.traced.layers and _can_norm(self.traced.layers[node])))

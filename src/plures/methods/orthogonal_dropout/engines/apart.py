@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
+from plures.calling import Arguments, call, rows_of
 from plures.errors import PluresError
+from plures.graph import is_of_torch
+from plures.methods.orthogonal_dropout.engines.engine import size_of
 from plures.methods.orthogonal_dropout.engines.layers import MembersNorm, OwnedAttention, OwnedLinear
 from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
 from plures.methods.orthogonal_dropout.roles import Role
@@ -38,17 +41,10 @@ class EachMember(OfMembers):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the batch into members, run each, and join what comes out."""
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-        count = len(given[0]) if given else 0
-        results = []
-        for turn, layer in enumerate(self.layers):
-
-            def cut(value: Any, turn: int = turn) -> Any:
-                batched = isinstance(value, Tensor) and value.dim() and len(value) == count
-                return value.chunk(self.count)[turn] if batched else value
-
-            results.append(layer(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}))
-        return joined(results)
+        given = Arguments(args, kwargs)
+        size = size_of(given) // self.count
+        parts = [rows_of(given, slice(turn * size, (turn + 1) * size)) for turn in range(self.count)]
+        return joined(list(map(call, self.layers, parts)))
 
 
 def joined(results: list[Any]) -> Any:
@@ -136,11 +132,11 @@ class Substitutes:
 
     def _known(self, name: str, layer: nn.Module) -> nn.Module | None:
         parts = self.parts
-        if not type(layer).__module__.startswith("torch.nn.") or "forward" in vars(layer):
-            return None  # a class derived from a layer of torch may do anything
+        if not is_of_torch(layer):
+            return None
         if OwnedAttention.fits(layer, parts, name):
             return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
-        if MembersNorm.fits(layer, parts, name):
+        if MembersNorm.fits(layer):
             return MembersNorm(layer, parts, name)
         if isinstance(layer, nn.Linear) and parts.role(f"{name}.weight") is Role.SPLIT:
             return OwnedLinear(parts, f"{name}.weight", f"{name}.bias", layer.out_features)

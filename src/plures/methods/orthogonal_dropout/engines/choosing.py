@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from plures.errors import PluresError
 from plures.graph import Graph, graph_of
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution
-from plures.methods.orthogonal_dropout.engines.owned import Owned, refuse_if_impossible
+from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
 from plures.methods.orthogonal_dropout.engines.parts import Parts
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
@@ -48,7 +48,7 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
     owned = owned_bytes(split)
     fits = [kind for kind, size in (("owned", owned), ("unfolded", unfolded)) if memory is None or size <= memory]
     faster = "owned" in fits and graph is not None and is_owned_faster(split, graph)
-    if not faster and fits == ["owned"] and not _possible(split, graph):
+    if not faster and fits == ["owned"] and why_impossible(split, graph) is not None:
         fits = []
     if not fits:
         raise PluresError(
@@ -63,17 +63,9 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
     return kind
 
 
-def _possible(split: SplitNetwork, graph: Graph | None) -> bool:
-    try:
-        refuse_if_impossible(split, graph)
-    except PluresError:
-        return False
-    return True
-
-
 def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
     """Return whether the owned engine can run here and should be faster than each member as a separate network."""
-    if not _possible(split, graph):
+    if why_impossible(split, graph) is not None:
         return False
     shapes, parts = _shapes(graph), Parts(split, [])
     costs = [_costs(node, graph, parts, shapes) for node in graph.nodes]
@@ -93,7 +85,8 @@ def _costs(node: fx.Node, graph: Graph, parts: Parts, shapes: dict[fx.Node, torc
         products = float(tensor.numel() * max(spatial, 1))
         apart += members * (products + moved)
         owners = parts.owners.get(parts.first(weight))
-        each = None if owners is None else _cost(layer, owners, spatial, parts, weight.rpartition(".")[0])
+        single = owners is not None and owners.numel() == tensor.numel()
+        each = None if owners is None else _cost(layer, single, spatial, parts, weight.rpartition(".")[0])
         # What runs member by member is laid out anew, cut into members, and joined again.
         owned += members * (products + 3 * moved) if each is None else each * products + members * moved
     return owned, apart
@@ -111,14 +104,12 @@ def _weights(node: fx.Node, graph: Graph, shape: torch.Size) -> Iterator[tuple[s
             yield f"{node.target}.{name}".rstrip(".") + ".weight", layer, spatial
 
 
-def _cost(layer: nn.Module | None, owners: Tensor, spatial: int, parts: Parts, name: str) -> float | None:
+def _cost(layer: nn.Module | None, single: bool, spatial: int, parts: Parts, name: str) -> float | None:
     """Return how many dense layers the kernels of all members cost; None if they cannot run it."""
     if isinstance(layer, nn.Linear):
-        single = owners.numel() == layer.weight.numel()
         return (COST_OF_TOKENS if spatial > 1 else COST_OF_ROWS)["weight" if single else "block"]
-    if not isinstance(layer, nn.Conv2d) or not OwnedConvolution.fits(layer, parts, name):
+    if layer is None or not OwnedConvolution.fits(layer, parts, name):
         return None
-    single = owners.numel() == layer.weight.numel()
     return COST_OF_WEIGHTS if single else COST_OF_KERNELS
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
+from plures.graph import has_statistics, is_of_torch, is_plain_convolution
 from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
@@ -24,25 +25,29 @@ class _OwnedLayer(OfMembers):
     values: Tensor
     bias: Tensor
 
-    def __init__(self, parts: Parts, weight: str, bias: str, outputs: int) -> None:
+    def __init__(self, parts: Parts, weight: str, bias: str, outputs: int, relu: bool = False) -> None:
         lists = parts.lists(weight)
         super().__init__(len(parts.members), starts=lists.starts, bias=parts.bias(bias, outputs))
         for name, tensor in (("places", lists.places), ("values", lists.values)):
             self.register_buffer(name, tensor, persistent=False)
         self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
-        self.relu = False
+        self.relu = relu
 
     @property
     def weight(self) -> Tensor:
         """An empty tensor: networks ask a layer's weight for its dtype and device."""
         return self.values.new_empty(0)
 
+    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return starts, places, values and biases of the members that run."""
+        return self.starts, self.places, self.values, self.bias
+
 
 class OwnedConvolution(_OwnedLayer):
     """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to."""
 
-    def __init__(self, layer: nn.Conv2d, parts: Parts, name: str) -> None:
-        super().__init__(parts, f"{name}.weight", f"{name}.bias", layer.out_channels)
+    def __init__(self, layer: nn.Conv2d, parts: Parts, name: str, relu: bool) -> None:
+        super().__init__(parts, f"{name}.weight", f"{name}.bias", layer.out_channels, relu)
         self.kernel, self.stride = layer.kernel_size, layer.stride
         self.padding = cast(tuple[int, int], layer.padding)
 
@@ -51,12 +56,9 @@ class OwnedConvolution(_OwnedLayer):
         """Return whether the kernels can run a layer."""
         return (
             type(layer) is nn.Conv2d
-            and "forward" not in vars(layer)
+            and is_of_torch(layer)
+            and is_plain_convolution(layer)
             and max(*layer.kernel_size, *layer.stride) <= operators.MOST_STEPS
-            and layer.groups == 1
-            and layer.dilation == (1, 1)
-            and layer.padding_mode == "zeros"
-            and not isinstance(layer.padding, str)
             and layer.in_channels < 2**16
             and parts.role(f"{name}.weight") is Role.SPLIT
         )
@@ -68,7 +70,7 @@ class OwnedConvolution(_OwnedLayer):
         result: Tensor = operators.convolution(
             x,
             shortcut if fused else None,
-            *(self.starts, self.places, self.values, self.bias),
+            *self.lists(),
             *(self.kernel, self.stride, self.padding, self.inputs, self.group, self.whole, self.relu and fused),
         )
         if shortcut is None or fused:
@@ -80,18 +82,11 @@ class OwnedConvolution(_OwnedLayer):
 class OwnedLinear(_OwnedLayer):
     """A linear layer of all members; the members lie along the first axis, or all see the same rows."""
 
-    def __init__(self, parts: Parts, weight: str, bias: str, outputs: int) -> None:
-        super().__init__(parts, weight, bias, outputs)
-        self.in_blocks = self.values.shape[1] > 1
-
     def forward(self, x: Tensor, shared: bool = False) -> Tensor:
         """Return [members * batch, ..., outputs]."""
         members = self.count
-        operator = operators.block_linear if self.in_blocks else operators.linear
         rows = x.reshape(1 if shared else members, -1, self.inputs)
-        result: Tensor = operator(
-            rows, *(self.starts, self.places, self.values, self.bias), self.inputs, self.group, self.relu
-        )
+        result: Tensor = operators.linear(rows, *self.lists(), self.inputs, self.group, self.relu)
         return result.reshape(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
 
 
@@ -111,7 +106,7 @@ class OwnedAttention(nn.Module):
         """Return whether a layer is plain self-attention with split projections."""
         return (
             type(layer) is nn.MultiheadAttention
-            and "forward" not in vars(layer)
+            and is_of_torch(layer)
             and layer.batch_first
             and layer._qkv_same_embed_dim
             and layer.bias_k is None
@@ -147,7 +142,7 @@ class MembersNorm(OfMembers):
     factor: Tensor
     shift: Tensor
 
-    def __init__(self, layer: nn.Module, parts: Parts, name: str) -> None:
+    def __init__(self, layer: nn.Module, parts: Parts, name: str, blocked: bool = False, relu: bool = False) -> None:
         factor, shift = parts.stack(f"{name}.weight"), parts.stack(f"{name}.bias")
         if isinstance(layer, _BatchNorm):
             mean, variance = parts.stack(f"{name}.running_mean"), parts.stack(f"{name}.running_var")
@@ -159,19 +154,14 @@ class MembersNorm(OfMembers):
         assert factor is not None
         shift = torch.zeros_like(factor) if shift is None else shift
         super().__init__(len(parts.members), factor=factor.contiguous(), shift=shift.contiguous())
-        self.layer = layer
-        self.blocked = self.relu = False
+        self.layer, self.blocked, self.relu = layer, blocked, relu
 
     @staticmethod
-    def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
+    def fits(layer: nn.Module) -> bool:
         """Return whether a layer is a norm layer whose members differ in factors and shifts only."""
-        if "forward" in vars(layer) or not type(layer).__module__.startswith("torch.nn."):
-            return False
-        if isinstance(layer, _BatchNorm):
-            return layer.running_mean is not None
-        if isinstance(layer, nn.GroupNorm):
-            return layer.affine
-        return isinstance(layer, nn.LayerNorm) and layer.elementwise_affine
+        affine = isinstance(layer, nn.GroupNorm) and layer.affine
+        affine = affine or (isinstance(layer, nn.LayerNorm) and layer.elementwise_affine)
+        return has_statistics(layer) or (affine and is_of_torch(layer))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise blocked activations by batch norm, or a batch that holds the members one after the other."""

@@ -13,7 +13,7 @@ from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
 from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, fold_norms, foldable
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
-from plures.native.library import load
+from plures.native.library import load, why_unavailable
 from plures.native.structures import refuse_gradients
 from plures.tensors import own_tensors, shell
 
@@ -35,7 +35,9 @@ class Owned(Engine):
 
     def __init__(self, split: SplitNetwork, graph: Graph | None, fold: bool = True) -> None:
         super().__init__()
-        graph = refuse_if_impossible(split, graph)
+        reason = why_impossible(split, graph)
+        if reason is not None or graph is None:
+            raise PluresError(str(reason))
         self.members = split.trained
         pairs = foldable(split, graph) if fold else {}
         parts = Parts(split, [fold_norms(split, member, pairs) for member in self.members])
@@ -112,23 +114,20 @@ class Owned(Engine):
         return self
 
 
-def refuse_if_impossible(split: SplitNetwork, graph: Graph | None) -> Graph:
-    """Return the graph of a network that the native kernels can run; refuse others, and say why."""
-    load()
+def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
+    """Return why the native kernels cannot run a network, and what to do; None if they can."""
+    instead = 'or use ensemble.engine("unfolded")'
+    unavailable = why_unavailable()
+    if unavailable is not None:
+        return unavailable
     for name, tensor in own_tensors(split.network).items():
         if not tensor.is_cpu:
-            raise PluresError(
-                f"the owned engine runs on the CPU, and {name!r} is on {tensor.device}: move the ensemble to the CPU, "
-                'or use ensemble.engine("unfolded")'
-            )
+            where = f"{name!r} is on {tensor.device}"
+            return f"the owned engine runs on the CPU, and {where}: move the ensemble to the CPU, {instead}"
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            raise PluresError(
-                f"the owned engine multiplies float32, and {name!r} is {tensor.dtype}: convert the ensemble, "
-                'or use ensemble.engine("unfolded")'
-            )
+            kind = f"{name!r} is {tensor.dtype}"
+            return f"the owned engine multiplies float32, and {kind}: convert the ensemble, {instead}"
     if graph is None:
-        raise PluresError(
-            f"torch.fx cannot trace {type(split.network).__name__}, or it has hooks, which the owned engine drops: "
-            'use ensemble.engine("unfolded")'
-        )
-    return graph
+        what = f"torch.fx cannot trace {type(split.network).__name__}, or it has hooks"
+        return f'{what}, which the owned engine drops: use ensemble.engine("unfolded")'
+    return None

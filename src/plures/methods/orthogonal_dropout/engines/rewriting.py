@@ -4,9 +4,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from plures.graph import Graph
+from plures.graph import Graph, has_statistics
 from plures.methods.orthogonal_dropout.engines.apart import Apart, EachCall, MembersTensor, Substitutes
 from plures.methods.orthogonal_dropout.engines.layers import MembersNorm, OwnedConvolution, OwnedLinear
 from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
@@ -63,7 +62,9 @@ class Rewriter:
             owner, _, attribute = name.rpartition(".")
             tensor = getattr(self.traced.network.get_submodule(owner), attribute)
             if isinstance(tensor, Tensor):
-                tensor = self._call(f"constant {name}", lambda: Constant(tensor))
+                path = f"constant{len(self.values)}"
+                self.holder.register_buffer(path, tensor.detach())
+                tensor = self.graph.get_attr(path)
             self.values[node] = Value(CONSTANT, tensor)
             return
         self.substitutes.one_by_one.append(name.rpartition(".")[0] or name)
@@ -99,11 +100,10 @@ class Rewriter:
             self._convolution(node, name, cast(nn.Conv2d, layer))
         elif plain and self.traced.is_layer(node, nn.Linear) and self.parts.role(f"{name}.weight") is Role.SPLIT:
             self._linear(node, name, cast(nn.Linear, layer))
-        elif blocked and isinstance(layer, _BatchNorm) and MembersNorm.fits(layer, self.parts, name):
+        elif blocked and has_statistics(layer):
             relu = self.traced.relu_after(node)
-            path = self._add(f"blocked {name} {relu is not None}", lambda: MembersNorm(layer, self.parts, name))
-            norm = cast(MembersNorm, self.holder.get_submodule(path))
-            norm.blocked, norm.relu = True, relu is not None
+            make = lambda: MembersNorm(layer, self.parts, name, blocked=True, relu=relu is not None)  # noqa: E731
+            path = self._add(f"blocked {name} {relu is not None}", make)
             value = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
             self.values[node] = self.values[relu or node] = value
         elif blocked and self.traced.is_elementwise(node):
@@ -128,21 +128,20 @@ class Rewriter:
                 chain.append(following)
                 shortcut = value.node
         relu = self.traced.relu_after(chain[-1])
-        path = self._add(f"{name} {node.name}", lambda: OwnedConvolution(layer, self.parts, name))
-        cast(OwnedConvolution, self.holder.get_submodule(path)).relu = relu is not None
+        make = lambda: OwnedConvolution(layer, self.parts, name, relu is not None)  # noqa: E731
+        path = self._add(f"{name} {node.name}", make)
         args = (self._blocked(node.args[0]),) if shortcut is None else (self._blocked(node.args[0]), shortcut)
         value = Value(BLOCKED, self.graph.call_module(path, args))
         self.values |= dict.fromkeys([*chain, relu or node], value)
 
     def _linear(self, node: fx.Node, name: str, layer: nn.Linear) -> None:
         relu = self.traced.relu_after(node)
-        made = lambda: OwnedLinear(self.parts, f"{name}.weight", f"{name}.bias", layer.out_features)  # noqa: E731
-        path = self._add(f"{name} relu {relu is not None}", made)
-        cast(OwnedLinear, self.holder.get_submodule(path)).relu = relu is not None
+        given = (f"{name}.weight", f"{name}.bias", layer.out_features, relu is not None)
+        path = self._add(f"{name} relu {relu is not None}", lambda: OwnedLinear(self.parts, *given))
         source = self.values[cast(fx.Node, node.args[0])]
         shared = source.layout == SHARED
-        given = source.node if shared else self._tiled(cast(fx.Node, node.args[0]))
-        value = Value(TILED, self.graph.call_module(path, (given, shared)))
+        rows = source.node if shared else self._tiled(cast(fx.Node, node.args[0]))
+        value = Value(TILED, self.graph.call_module(path, (rows, shared)))
         self.values[node] = self.values[relu or node] = value
 
     # ---- layouts ----
@@ -187,20 +186,6 @@ class Rewriter:
             self._made[name] = f"part{len(self._made)}"
             self.holder.add_module(self._made[name], make())
         return self._made[name]
-
-
-class Constant(nn.Module):
-    """Return a tensor that all members share."""
-
-    value: Tensor
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value.detach(), persistent=False)
-
-    def forward(self) -> Tensor:
-        """Return it."""
-        return self.value
 
 
 class Into(OfMembers):

@@ -32,7 +32,12 @@ class Unfolded(Engine):
         networks = [split.checkout(member).requires_grad_(False) for member in self.members]
         for member, network in zip(self.members, networks, strict=True):
             scales, private = fold_norms(split, member, pairs)
-            remove_norms(network, pairs)
+            for name, norm in pairs.items():
+                convolution = cast(nn.Conv2d, network.get_submodule(name))
+                if convolution.bias is None:
+                    zeros = convolution.weight.detach().new_zeros(convolution.out_channels)
+                    convolution.bias = nn.Parameter(zeros, requires_grad=False)
+                network.set_submodule(norm, nn.Identity())
             for name, tensor in own_tensors(network).items():
                 if name in private:
                     overwrite(tensor, private[name], name)
@@ -81,12 +86,3 @@ def fold_norms(
         if f"{convolution}.weight" in private:
             private[f"{convolution}.weight"] = private[f"{convolution}.weight"] * scales[f"{convolution}.weight"]
     return scales, private
-
-
-def remove_norms(network: nn.Module, pairs: Mapping[str, str]) -> None:
-    """Replace the norm layers that convolutions have taken in, in place."""
-    for name, norm in pairs.items():
-        convolution = cast(nn.Conv2d, network.get_submodule(name))
-        if convolution.bias is None:
-            convolution.bias = nn.Parameter(convolution.weight.detach().new_zeros(convolution.out_channels), False)
-        network.set_submodule(norm, nn.Identity())
