@@ -44,8 +44,10 @@ def made(split: SplitNetwork, kind: str | None, memory: int | None, fold: bool) 
 
 def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> str:
     """Return the fastest kind that fits; write into the log which one, and if only a library is missing."""
-    unfolded = len(split.trained) * sum(tensor.nbytes for tensor in own_tensors(split.network).values())
-    owned = owned_bytes(split)
+    weights = own_tensors(split.network)
+    unfolded = len(split.trained) * sum(tensor.nbytes for tensor in weights.values())
+    owned = len(split.trained) * sum(row.nbytes for row in split.private.rows(0).values())  # and the lists
+    owned += sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
     fits = [kind for kind, size in (("owned", owned), ("unfolded", unfolded)) if memory is None or size <= memory]
     faster = "owned" in fits and graph is not None and is_owned_faster(split, graph)
     if not faster and fits == ["owned"] and why_impossible(split, graph) is not None:
@@ -129,11 +131,3 @@ def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
         except Exception:  # the network does not take this size, or needs other inputs
             continue
     return {}
-
-
-def owned_bytes(split: SplitNetwork) -> int:
-    """Return the bytes of the lists that the owned engine holds, and of what is private."""
-    weights = own_tensors(split.network)
-    lists = sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
-    private = sum(row.nbytes for row in split.private.rows(0).values()) * len(split.trained)
-    return lists + private
