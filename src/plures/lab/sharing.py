@@ -150,22 +150,6 @@ def _is_folder(place: str | Path) -> bool:
     return isinstance(place, Path) or place.startswith((".", "/", "~")) or os.path.isdir(place)  # noqa: PTH112
 
 
-ROWS = {
-    "accuracy": "accuracy",
-    "rmse": "root mean squared error",
-    "nll": "negative log-likelihood (nats)",
-    "brier": "Brier score",
-    "crps": "continuous ranked probability score",
-    "ece": "expected calibration error, 15 bins",
-    "aurc": "area under the risk-coverage curve",
-    "mean_member_accuracy": "accuracy of a single member, on average",
-    "agreement": "agreement of the members (lower is more diverse)",
-    "temperature": "temperature fitted on held-out images",
-    "calibrated_nll": "negative log-likelihood after calibration on held-out data",
-    "calibrated_ece": "expected calibration error after calibration on held-out data",
-}
-
-
 def _card(
     ensemble: Ensemble,
     target: str | Path,
@@ -177,7 +161,6 @@ def _card(
 ) -> str:
     """Return the model card; `missing` is the reason why there is no reliability diagram."""
     folder = _is_folder(target)
-    rows = {name: metrics[name] for name in ROWS if metrics and metrics.get(name) is not None}
     made = ModelCard.from_template(
         ModelCardData(library_name="plures", tags=["uncertainty", "ensemble", "plures"]),
         template_str=Path(__file__).with_name("card.md.jinja").read_text("utf-8"),
@@ -185,15 +168,13 @@ def _card(
         method=type(ensemble).__name__,
         version=__version__,
         run=run,
-        rows=[(ROWS[name], f"{value:.4f}") for name, value in rows.items()],
-        samples=(metrics or {}).get("images"),
+        metrics={name: value for name, value in (metrics or {}).items() if value is not None},
         diagram=diagram,
         missing=missing,
         numbers=is_for_numbers(ensemble.loss),
         # A folder may be moved, and its place is nobody's business: the example is to be run inside it.
         place="." if folder else target,
         own_network=run is None or is_code(run.recipe.model),
-        figures=lambda values: "[" + ", ".join(f"{value:.4g}" for value in values) + "]",
     )
     return str(made)
 
