@@ -108,7 +108,6 @@ BAD = {
     "--schedule": ["never", *WORDS],
     "--precision": ["fp8", *WORDS],
     "--stem": ["leaf", *WORDS],
-    "--track": ["nothing", *WORDS],
     "--data": ["nothing", "/dev/null", "/dev/zero", "fifo", "empty", "file", "picture.png", "bad-pictures", *NO_FOLDER],
     "--ood": ["nothing", "/dev/null", "/dev/zero", "fifo", "empty", "file", "picture.png", *NO_FOLDER],
     "--run": [*NO_FOLDER, "file"],
@@ -382,10 +381,10 @@ MAKERS: dict[str, list[Maker]] = {
 
 def _options(name: str) -> list[str]:
     """Name the options of a command that have values."""
-    of_recipe = list(BAD)[list(BAD).index("--epochs.pretrain") : list(BAD).index("--track")]
+    of_recipe = list(BAD)[list(BAD).index("--epochs.pretrain") : list(BAD).index("--data")]
     of_recipe += ["--members", "--seed", "--model", "--data"]
     return {
-        "train": ["--method", "--set", "--run", "--track", "--weights", *of_recipe],
+        "train": ["--method", "--set", "--run", "--weights", *of_recipe],
         "compare": ["--methods", "--seeds", "--jobs", "--on", "--runs", *of_recipe],
         "reproduce": ["--scale", "--recipes", "--seeds", "--jobs", "--on", "--runs", "--out"],
         "evaluate": ["--ood", "--ood", "--data-dir"],

@@ -58,8 +58,6 @@ class Train(Command):
     run: Annotated[Path | None, arg(metavar="FOLDER", aliases=["--folder"], help_behavior_hint="")] = None
     """The run folder; by default, runs/RECIPE-METHOD-seedN. With torchrun, use --folder: torchrun has its own --run."""
     data_dir: DataDir = None
-    track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TRACKER")] = ()
-    """A tracker for the log, such as tensorboard, wandb or mlflow."""
     json: Switch = False
     """Print the metrics as JSON."""
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
@@ -85,7 +83,6 @@ class Train(Command):
             settings=self.set,
             recipe_name=self.recipe,
             data_dir=self.data_dir,
-            trackers=self.track,
         )
         if found and self.json:
             print_json({"run": str(run), "test": found})

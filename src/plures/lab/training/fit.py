@@ -2,7 +2,7 @@
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from plures.ensemble import Ensemble
+from plures.errors import PluresError
 from plures.lab.data import Data, steps
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
@@ -34,7 +36,6 @@ def fit(
     recipe: Recipe,
     run: str | Path | None = None,
     *,
-    trackers: Sequence[Any] = (),
     quiet: bool = False,
     made: Made | None = None,
     finish: Callable[[], None] = lambda: None,
@@ -49,37 +50,40 @@ def fit(
     which must have the same network, method and options. Several processes (`accelerate launch`, `torchrun`) divide
     every batch, and one of them writes.
 
-    - `trackers`: trackers of accelerate.
     - `quiet`: show no progress.
     - `made`: the words of the command line, for the configuration in the folder.
     - `finish`: called by the main process after the last stage, before the file of the ensemble is written.
 
     A run resumes with the number of torch threads that it started with, because another number rounds differently.
     """
-    processes = Processes(recipe.precision, trackers, run)
+    processes = Processes(recipe.precision)
     processes.batch_size(recipe)
     folder = None if run is None else RunFolder(run)
     config = describe(ensemble, data, recipe, processes.precision, made)
     with ExitStack() as stack:
         stack.enter_context(own_random_numbers(processes.device))
         if folder is not None:
-            begun = processes.on_main(lambda: _enter(folder, config, stack))
-            stack.enter_context(_threads_of(begun))
+
+            def begin() -> dict[str, Any]:
+                if not folder.finished:  # a finished run is read without a lock, and nothing is written
+                    stack.enter_context(folder.locked())
+                return folder.begin(config)
+
+            stack.enter_context(_threads_of(processes.on_main(begin)))
             _restore(ensemble, folder, processes)
         ensemble.to(processes.device)
-        _refuse_different_starts(ensemble, processes)
+        if processes.world > 1:
+            start = "".join(checksum(tensor.cpu()) for tensor in ensemble.tensors().values())
+            if len(set(gather_object([start]))) > 1:
+                raise PluresError(
+                    "the processes start from different ensembles: call torch.manual_seed with one number before "
+                    "making the network"
+                )
         epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(Display(ensemble.plan(), epochs, quiet=quiet or not processes.main))
-        stack.enter_context(processes.tracking(config["recipe"]))
         _warn_of_few_steps(data, recipe)
         _Run(ensemble, data, recipe, folder, processes, display).train(finish)
     return ensemble
-
-
-def _enter(folder: RunFolder, config: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
-    if not folder.finished:  # a finished run is read without a lock, and nothing is written
-        stack.enter_context(folder.locked())
-    return folder.begin(config)
 
 
 def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> None:
@@ -111,72 +115,56 @@ class _Run:
     display: Display
 
     def train(self, finish: Callable[[], None]) -> None:
-        state = self._saved_state()
-        if self._next() is None:
+        folder, on_main = self.folder, self.processes.on_main
+        state = None
+        if due(self.ensemble.plan()) is None:
             self.display.say("the ensemble is finished: nothing is left to train")
-        while (step := self._next()) is not None:
+        elif folder is not None:
+            state = self._saved_state(folder)
+        while (step := due(self.ensemble.plan())) is not None:
             self._train_stage(step, state)
             state = None
-            self._save_partial()
-        if self.folder is not None:
-            self.processes.on_main(partial(self._finish, self.folder, finish))
+            if folder is not None and due(self.ensemble.plan()) is not None:
+                on_main(partial(save, self.ensemble, folder.partial))
+        if folder is not None:
+            on_main(partial(self._finish, folder, finish))
 
     def _train_stage(self, step: Step, state: bytes | None) -> None:
         loop = StageLoop(self.ensemble, step, self.data, self.recipe, self.processes)
         done = 0
         if state is not None:
-            done = self._restore_stage(loop, state)
+            position = position_of(state)
+            done = position.epoch
+            if done > loop.epochs:
+                raise damaged(f"it is after epoch {done} of {loop.epochs}")
+            unpack(state, loop.stage, loop.optimizer)
+            loop.scaler.load_state_dict(position.loss_scale)
             self.display.say(f"resuming {step.name} after epoch {done} of {loop.epochs}")
-        self.display.stage(step, done)
-        before = sum(self.recipe.epochs.of(one.phase) for one in self.ensemble.plan() if one.committed)
         for number in range(done + 1, loop.epochs + 1):
             record = loop.epoch(number)
-            self._save_epoch(loop, record)
-            self.processes.track(record, step=before + number)
+            if self.folder is not None:
+                self.processes.on_main(partial(self._write_epoch, self.folder, loop, record))
             self.display.epoch(record)
-        loop.close()
+        self.processes.take_from_main([*loop.stage.parameters(), *loop.stage.buffers()])
         loop.stage.commit()
 
-    def _next(self) -> Step | None:
-        return due(self.ensemble.plan())
+    def _committed(self) -> list[str]:
+        return [step.name for step in self.ensemble.plan() if step.committed]
 
-    def _committed(self) -> int:
-        return sum(step.committed for step in self.ensemble.plan())
-
-    def _saved_state(self) -> bytes | None:
+    def _saved_state(self, folder: RunFolder) -> bytes | None:
         """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
-        folder = self.folder
-        if folder is None or self._next() is None:
-            return None
         state = self.processes.on_main(folder.read_state)
         if state is None:
-            done = [step.name for step in self.ensemble.plan() if step.committed]
-            self.processes.on_main(lambda: folder.cut_log(folder.log_length(done)))
+            self.processes.on_main(lambda: folder.cut_log(folder.log_length(self._committed())))
             return None
         position = position_of(state)
         self.processes.on_main(lambda: folder.cut_log(position.log_length))
-        return state if position.committed == self._committed() else None
-
-    def _restore_stage(self, loop: StageLoop, state: bytes) -> int:
-        position = position_of(state)
-        if position.epoch > loop.epochs:
-            raise damaged(f"it is after epoch {position.epoch} of {loop.epochs}")
-        unpack(state, loop.stage, loop.optimizer)
-        self.processes.set_loss_scale(position.loss_scale)
-        return position.epoch
-
-    def _save_epoch(self, loop: StageLoop, record: Mapping[str, Any]) -> None:
-        if self.folder is not None:
-            self.processes.on_main(partial(self._write_epoch, self.folder, loop, record))
+        return state if position.committed == len(self._committed()) else None
 
     def _write_epoch(self, folder: RunFolder, loop: StageLoop, record: Mapping[str, Any]) -> None:
         length = folder.append_record(record)  # before the state, which says how much of the log counts
-        position = Position(self._committed(), record["epoch"], length, self.processes.loss_scale())
+        position = Position(len(self._committed()), record["epoch"], length, loop.scaler.state_dict())
         folder.write_state(pack(loop.stage, loop.optimizer, position))
-
-    def _save_partial(self) -> None:
-        if self.folder is not None and self._next() is not None:
-            self.processes.on_main(partial(save, self.ensemble, self.folder.partial))
 
     def _finish(self, folder: RunFolder, finish: Callable[[], None]) -> None:
         # Until the file is written, the state of the last stage is there to begin from again.
@@ -196,15 +184,6 @@ def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:
             "" if per_epoch == 1 else "s",
             recipe.batch_size,
             len(data.train),
-        )
-
-
-def _refuse_different_starts(ensemble: Ensemble, processes: Processes) -> None:
-    if processes.world > 1:
-        processes.check_equal(
-            "".join(checksum(tensor.cpu()) for tensor in ensemble.tensors().values()),
-            "the processes start from different ensembles: call torch.manual_seed with one number before making the "
-            "network",
         )
 
 

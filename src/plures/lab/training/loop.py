@@ -14,7 +14,6 @@ from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Augment, Data, batches, steps
 from plures.lab.recipes import Recipe
-from plures.lab.training.checkpoint import prime
 from plures.lab.training.distributed import Processes
 from plures.losses import Loss
 from plures.seeding import seed_of
@@ -52,8 +51,8 @@ class StageLoop:
         self.stage.to(processes.device)
         lay_out(self.stage, self.batch_size, processes.device, mixed=processes.precision != "no")
         self.optimizer = make_optimizer(self.stage, recipe)
-        self.model, self._stepper = processes.prepare(self.stage, self.optimizer)
-        prime(self.optimizer)
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=processes.precision == "fp16")
+        self.model = processes.wrap(self.stage)
 
     def epoch(self, number: int) -> dict[str, Any]:
         """Train for one epoch, counted from 1, and return its record."""
@@ -94,19 +93,13 @@ class StageLoop:
         right = torch.zeros((), device=device)
         own = len(range(rank, len(split), world))  # the order wraps around at its end: those come twice
         self.stage.eval()
-        with torch.no_grad(), self.processes.accelerator.autocast():
+        with torch.no_grad(), self.processes.autocast():
             for images, labels in batches(split, self.batch_size, shuffle=False, rank=rank, world=world, device=device):
                 answers = _answers(self.stage.logits(images))
                 right += (answers == labels)[:own].sum()
                 own -= len(labels)
         self.stage.train()
         return self.processes.sum(right).item() / len(split)
-
-    def close(self) -> None:
-        """Make the stage the same in all processes, and release the optimizer."""
-        tensors = [*self.stage.parameters(), *self.stage.buffers()]
-        self.processes.take_from_main(tensors)
-        self.processes.let_go(sum(tensor.nbytes for tensor in tensors))
 
     def _train(self, number: int) -> tuple[float, float | None, float]:
         rank, world, device = self.processes.rank, self.processes.world, self.processes.device
@@ -129,12 +122,15 @@ class StageLoop:
         for index, (images, labels) in enumerate(stream, start=1):
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate(first + index - 1)
-            loss = self.model(images, labels)
+            with self.processes.autocast():
+                loss = self.model(images, labels).float()
             self.optimizer.zero_grad()
-            self.processes.accelerator.backward(loss)
+            self.scaler.scale(loss).backward()
             if self.recipe.clip is not None:
-                self.processes.accelerator.clip_grad_norm_(self.stage.parameters(), self.recipe.clip)
-            self._stepper.step()
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.stage.parameters(), self.recipe.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             total += loss.detach()
             if index % CHECK_EVERY == 0 or index == self.steps:
                 self._refuse_nan(self.processes.sum(total).item(), number)

@@ -12,7 +12,6 @@ from accelerate import PartialState
 from torch import nn
 
 from plures import files
-from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.costs import costs_of, epochs_of
 from plures.lab.data import Data
@@ -41,7 +40,6 @@ def train(
     settings: Sequence[str] = (),
     recipe_name: str | None = None,
     data_dir: Path | None = None,
-    trackers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train or resume the run in a folder, and return its metrics.
 
@@ -58,47 +56,32 @@ def train(
     folder = RunFolder(run)
     ensemble = ensemble_for(recipe, method, settings, network, begun=folder)
     made = Made(method, tuple(settings), recipe_name, _from_folder(recipe.data, run, data_dir))
-    measuring = _Measuring(ensemble, data)
-    fit(ensemble, data, recipe, run=run, trackers=trackers, made=made, finish=measuring)
+    engines: list[Predictor] = []
+    found: dict[str, Any] = {}
+
+    def measure() -> None:
+        engines.append(fastest(ensemble.to(device_for())))
+        found.update(evaluate(ensemble, data, engines[0]))
+
+    fit(ensemble, data, recipe, run=run, made=made, finish=measure)
     if not PartialState().is_main_process:
         return {}
     if folder.measured.is_file():
         return folder.metrics()
-    if measuring.predictor is None:  # trained before, and not measured
+    if not engines:  # trained before, and not measured
         before = ensemble.calibration
-        measuring()
+        measure()
         if ensemble.calibration is not before:
             with _warning_instead(), folder.locked(wait=True):
                 save(ensemble, folder.ensemble)
-    return _kept(folder, measuring, network, recipe)
-
-
-class _Measuring:
-    """Calibrate and measure an ensemble when it is called; keep what was found, and the engine that predicted."""
-
-    def __init__(self, ensemble: Ensemble, data: Data) -> None:
-        self.ensemble = ensemble
-        self.data = data
-        self.predictor: Predictor | None = None
-        self.found: dict[str, Any] = {}
-
-    def __call__(self) -> None:
-        self.predictor = fastest(self.ensemble.to(device_for()))
-        self.found = evaluate(self.ensemble, self.data, self.predictor)
-
-
-def _kept(folder: RunFolder, measuring: _Measuring, network: nn.Module, recipe: Recipe) -> dict[str, Any]:
-    """Write metrics and costs into the run folder, and return the metrics."""
-    ensemble, records = measuring.ensemble, folder.records()
-    found = measuring.found | {"seconds": sum(record["seconds"] for record in records)}
-    found["bytes"] = folder.ensemble.stat().st_size
+    records = folder.records()
+    found |= {"seconds": sum(record["seconds"] for record in records), "bytes": folder.ensemble.stat().st_size}
     costs = None
-    if PartialState().num_processes == 1 and measuring.predictor is not None:
+    if PartialState().num_processes == 1:
         with suppress(PluresError):  # one network may not train where an ensemble does
-            plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_speed(network, measuring.data, recipe)
+            plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_speed(network, data, recipe)
             epochs = float(len(records)) if isinstance(ensemble, Deterministic) else epochs_of(records, plain)
-            info = measuring.data.info
-            costs = costs_of(ensemble, measuring.predictor, network, info, epochs)
+            costs = costs_of(ensemble, engines[0], network, data.info, epochs)
     with _warning_instead(), folder.locked(wait=True):  # two processes may have come to the end of the same run
         if costs is not None:
             files.write_json(folder.path / "costs.json", asdict(costs))
