@@ -29,9 +29,8 @@ from plures.lab.report import AT_ONCE, render, summary, write_report
 from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import training
 from plures.lab.runs.config import Made, describe, train_command
-from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.folder import RECORD, RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
-from plures.lab.runs.schemas import RECORD
 from plures.lab.training.train import train
 
 SMALL = replace(

@@ -9,7 +9,7 @@ import plures.lab.cli.main
 import plures.lab.compare.compare
 import plures.lab.evaluation.predict
 import plures.lab.report
-import plures.lab.runs.exported_run
+import plures.lab.runs.open
 import plures.lab.serving.app
 import plures.lab.training.train
 from attack.subjects import network

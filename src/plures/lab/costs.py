@@ -17,9 +17,8 @@ from plures import files
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import DataInfo
-from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import device_for, read_run
-from plures.lab.runs.schemas import Number, read_object
+from plures.lab.runs.folder import Number, RunFolder, read_object
+from plures.lab.runs.open import device_for, network_for, open_run
 from plures.methods.deterministic import Deterministic
 from plures.prediction import Predictor
 from plures.storage import save
@@ -52,8 +51,9 @@ def kept_costs(folder: Path) -> Costs | None:
 
 def size_of(folder: Path, *, trust_code: bool = False) -> Costs:
     """Return the size of a finished run relative to one network, without timing anything."""
-    run = read_run(folder, trust_code=trust_code)
-    return Costs(RunFolder(folder).ensemble.stat().st_size / file_size(Deterministic(run.network())))
+    run = open_run(folder, trust_code=trust_code)
+    network = network_for(run.recipe, len(run.info.classes), run.info.channels, run.info.size)
+    return Costs(RunFolder(folder).ensemble.stat().st_size / file_size(Deterministic(network)))
 
 
 def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info: DataInfo, epochs: float) -> Costs:

@@ -152,17 +152,17 @@ class Export(Command):
     def __call__(self) -> int:
         """Export, and print the size of the file and its calibration."""
         from plures.files import check_place
-        from plures.lab.runs.exported_run import export_run
         from plures.lab.runs.open import open_run
 
         check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
-        found: dict[str, Any] = export_run(run, self.file, self.format)
+        found = run.export(self.file, self.format)
         if self.json:
-            print_json(found)
+            named = ("format", "bytes", "stored", "calibration")
+            print_json({"file": str(self.file)} | {name: getattr(found, name) for name in named})
             return 0
-        print(f"{visible(str(found['file']))}: {found['bytes']:,} bytes, {found['stored']}")
-        print(found["calibration"])
+        print(f"{visible(str(self.file))}: {found.bytes:,} bytes, {found.stored}")
+        print(found.calibration)
         return 0
 
 

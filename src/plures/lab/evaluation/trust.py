@@ -20,8 +20,8 @@ from plures.guarantees import held_out_for_coverage
 from plures.lab.data import Data, open_data
 from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.evaluate import OTHER_IMAGES, Tell, evaluate_shift, evenly, predictions, told_apart
+from plures.lab.runs.folder import TRUST, read_object
 from plures.lab.runs.open import open_run
-from plures.lab.runs.schemas import TRUST, read_object
 
 FILE = "trust.json"
 POINTS = 100  # of a risk-coverage curve

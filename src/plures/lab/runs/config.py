@@ -5,12 +5,12 @@ import inspect
 import json
 import platform
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from plures.ensemble import Ensemble
@@ -60,10 +60,10 @@ def describe(
     return value
 
 
-def environment() -> dict[str, str | None]:
+def environment() -> dict[str, str]:
     """Return the versions that a run depends on."""
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    return {"plures": __version__, "python": platform.python_version(), **versions, "git": _git_commit()}
+    return {"plures": __version__, "python": platform.python_version(), **versions}
 
 
 def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
@@ -74,7 +74,7 @@ def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
     """
     made = config.get("made")
     if made is not None:
-        return Made(made["method"], tuple(made["settings"]), made.get("recipe"), made.get("data"))
+        return msgspec.convert(made, Made)
     method = kebab(config["method"])
     usual = inspect.signature(method_class(method)).parameters
     special = {
@@ -134,12 +134,12 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the versions in which two configurations differ; the number of threads does not count.
+    """Return the versions in which two configurations differ; threads, and the commit that 0.1 stored, do not count.
 
     >>> new_environment({"environment": {"torch": "2.6", "threads": 1}}, {"environment": {"torch": "2.7"}})
     ['torch was 2.6 and is 2.7']
     """
-    return _changes(*({**one.get("environment", {}), "threads": None} for one in (before, now)))
+    return _changes(*({**one.get("environment", {}), "threads": None, "git": None} for one in (before, now)))
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -180,13 +180,3 @@ def _word(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{key} {one}" for key, one in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _git_commit() -> str | None:
-    """Return the commit of the code, with `-dirty` if files have changed since, or None outside of a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None

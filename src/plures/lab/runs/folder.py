@@ -20,17 +20,68 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+import msgspec
 from filelock import FileLock, Timeout
+from msgspec import Meta
 
 from plures import files
 from plures.errors import PluresError
 from plures.files import is_file
-from plures.lab.runs.config import differences, new_environment
-from plures.lab.runs.schemas import CONFIG, METRICS, RECORD, parse_object, read_object
+from plures.lab.runs.config import Made, differences, new_environment
 
 log = logging.getLogger("plures")
+
+# The types of the JSON files, which may come from anybody or from a damaged disk.
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]  # beyond, sums are infinite; refuses NaN
+Whole = Annotated[int, Meta(ge=1 - (1 << 63), le=(1 << 63) - 1)]  # beyond, charts cannot draw them
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
+MaybeNumber = NotRequired[Number | None]
+
+
+def schema(**fields: Any) -> Any:
+    """Return the type of a JSON object with the given keys; further keys are kept and not checked."""
+    make: Any = TypedDict  # type checkers want the keys spelled out in a class
+    return make("object", fields)
+
+
+SCORES = {"accuracy": Number, "nll": Number, "ece": Number}
+RECORD = schema(  # one line of log.jsonl
+    **{"stage": str, "phase": str, "member": Whole | None, "epoch": Count, "epochs": Count},
+    **{"loss": Number, "seconds": Number, "train_accuracy": Share | None, "validation_accuracy": Share | None},
+)
+CONFIG = schema(
+    method=str,
+    recipe=schema(seed=Whole, data=str, model=str),
+    data=schema(name=str, fingerprint=str, classes=list[str]),
+    network=str,
+    options=dict[str, Any],
+    made=NotRequired[Made | None],
+    environment=NotRequired[dict[str, Any] | None],
+)
+METRICS = schema(
+    **SCORES,
+    **dict.fromkeys(("images", "members", "bytes"), Whole),
+    **dict.fromkeys(("brier", "aurc", "mean_member_accuracy"), Number),
+    **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
+    member_accuracies=list[Number],
+)
+TRUST = schema(
+    home=NotRequired[schema(images=Whole, members=Whole, **SCORES) | None],
+    risk_coverage=NotRequired[schema(coverage=list[Number], risk=list[Number]) | None],
+    shift=NotRequired[
+        schema(images=Whole, by_severity=list[schema(**SCORES)], constants=NotRequired[str | None], **SCORES) | None  # type: ignore[misc]
+    ],
+    ood=NotRequired[
+        schema(
+            **{"data": str, "most": Number, "known": list[Number], "strange": list[Number]},
+            scores=list[schema(score=str, auroc=Number, fpr95=Number)],  # type: ignore[misc]
+        )
+        | None
+    ],
+)
 
 # Settings of earlier versions, at the values that changed nothing.
 GONE = (("finetune_rate", None), ("literal_gradient", False), ("distill", None))
@@ -84,7 +135,9 @@ class RunFolder:
     def records(self) -> list[dict[str, Any]]:
         """Read the log: one record per epoch. Damaged lines are reported, and left out."""
         found = []
-        for number, line in enumerate(self._lines(), start=1):
+        with _told("read", self.log):
+            lines = self.log.read_bytes().splitlines() if self.log.is_file() else []
+        for number, line in enumerate(lines, start=1):
             try:
                 found.append(parse_object(line, RECORD))
             except ValueError:
@@ -144,15 +197,11 @@ class RunFolder:
             file.flush()
             return file.tell()
 
-    def log_length(self, stages: Collection[str]) -> int:
-        """Return how many bytes of the log are of the given stages, which come first."""
-        length = 0
-        for line in self._lines():
-            record = _json(line)
-            if isinstance(record, dict) and record.get("stage") not in stages:
-                break
-            length += len(line)
-        return length
+    def keep_records(self, stages: Collection[str]) -> None:
+        """Cut the log to the records of the given stages."""
+        if self.log.is_file():
+            kept = [record for record in self.records() if record["stage"] in stages]
+            files.write(self.log, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
 
     def cut_log(self, length: int) -> None:
         """Cut the log to a length."""
@@ -167,10 +216,6 @@ class RunFolder:
                 with contextlib.suppress(OSError):  # they do no harm
                     path.unlink()
 
-    def _lines(self) -> list[bytes]:
-        with _told("read", self.log):
-            return self.log.read_bytes().splitlines(keepends=True) if self.log.is_file() else []
-
     def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         files.write_json(self._config, config)
         return dict(config)
@@ -182,11 +227,34 @@ def other_settings(path: Path, differing: Sequence[str], advice: str) -> PluresE
     return PluresError(f"{path} has a run with other settings: {'; '.join(differing[:3])}{more}; {advice}")
 
 
-def _json(contents: bytes) -> Any:
+def read_object(path: Path, expected: Any, advice: str) -> dict[str, Any]:
+    """Read a JSON object from a file, and raise an error that ends with `advice` if it does not match the schema."""
     try:
-        return json.loads(contents)
-    except (ValueError, RecursionError):
-        return None
+        return parse_object(path.read_bytes(), expected)
+    except OSError as error:
+        raise PluresError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise PluresError(f"{path} is damaged or was written by another program ({error}): {advice}") from error
+
+
+def parse_object(contents: bytes, expected: Any) -> dict[str, Any]:
+    """Parse a JSON object; raise ValueError if it does not match the schema.
+
+    >>> parse_object(b'{"coverage": [0.5, 1]}', schema(coverage=list[Number]))
+    {'coverage': [0.5, 1]}
+    >>> parse_object(b'{"coverage": [0.5, "all"]}', schema(coverage=list[Number]))
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected `float`, got `str` - at `$.coverage[1]`
+    """
+    try:
+        found: dict[str, Any] = json.loads(contents)  # not by msgspec, which refuses paths that are not UTF-8
+        msgspec.convert(found, expected)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    return found
 
 
 @contextmanager

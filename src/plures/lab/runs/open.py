@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.exporting.exported import Exported, Format, export
 from plures.files import is_file
 from plures.lab.data import Data, DataInfo, open_data
 from plures.lab.data.sources import expanded, local_path
@@ -114,15 +115,20 @@ def device_for() -> torch.device:
 
 
 @dataclass(frozen=True)
-class Described:
-    """A finished run without its weights."""
+class Run:
+    """A finished run, ready to predict.
+
+    run = open_run("runs/digits-orthogonal-dropout-seed0")
+    run.ensemble.predict(run.info.normalise(pixels))
+    """
 
     path: Path
     method: str  # as on the command line
     recipe: Recipe
     info: DataInfo
     fingerprint: str  # of the data that the run was trained on
-    place: Path | None  # of the data, if they had a relative path
+    ensemble: Ensemble
+    place: Path | None = None  # of the data, if they had a relative path
 
     def data(self, data_dir: Path | None) -> Data:
         """Open the data that the run was trained on; raise an error if these have other images or labels."""
@@ -135,25 +141,42 @@ class Described:
             )
         return data
 
-    def network(self) -> nn.Module:
-        """Build the plain, untrained network; raise an error if the file does not have its weights."""
-        shape = (len(self.info.classes), self.info.channels, self.info.size)
-        if not is_code(self.recipe.model):
-            with torch.device("meta"):
-                sketch = network_for(self.recipe, *shape)
-            check_size(RunFolder(self.path).ensemble, sketch)
-        return network_for(self.recipe, *shape)
+    def export(self, path: Path, format: Format | None = None) -> Exported:
+        """Write the run as one file that takes uint8 pixels."""
+        info = self.info
+        preprocessing = {
+            "input": "uint8 pixels [batch, height, width, channels], normalised inside the file",
+            "size": info.size,
+            "resize": f"a square of a multiple of {info.cache_size} averaged down to it, otherwise the shorter side to "
+            f"{info.cache_size} (bicubic, antialiased); then the middle {info.size} x {info.size} kept",
+            "channels": info.channels,
+            "mean": list(info.mean),
+            "std": list(info.std),
+        }
+        provenance = {
+            "method": self.method,
+            "recipe": self.recipe.as_json(),
+            "data": info.name,
+            "fingerprint": self.fingerprint,
+        }
+        return export(
+            self.ensemble.cpu(),
+            path,
+            torch.zeros(2, info.size, info.size, info.channels, dtype=torch.uint8),
+            format=format,
+            classes=list(info.classes),
+            preprocess=_Normalise(info),
+            metadata={"preprocessing": preprocessing, "provenance": provenance},
+        )
 
 
-@dataclass(frozen=True)
-class Run(Described):
-    """A finished run, ready to predict.
+class _Normalise(nn.Module):
+    def __init__(self, info: DataInfo) -> None:
+        super().__init__()
+        self.info = info
 
-    run = open_run("runs/digits-orthogonal-dropout-seed0")
-    run.ensemble.predict(run.info.normalise(pixels))
-    """
-
-    ensemble: Ensemble
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.info.normalise(pixels)
 
 
 def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
@@ -164,23 +187,26 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     A folder is data, with one exception: its network or method may be named as module:name, which is code. It is
     imported only with `trust_code`.
     """
-    made = read_run(folder, trust_code=trust_code)
-    method = method_class(made.method) if is_code(made.method) else None
-    ensemble = load(RunFolder(folder).ensemble, made.network(), method=method).to(device_for())
-    return Run(**vars(made), ensemble=ensemble)
-
-
-def read_run(folder: str | Path, *, trust_code: bool = False) -> Described:
-    """Read the configuration of a finished run; raise an error if it names code that is not trusted."""
     files = RunFolder(folder)
     config = files.config()
     if not files.finished:
         raise unfinished(config, files.path)
     recipe, info, made = described(config, files.path)
-    if not trust_code:
-        check_trust(config, files.path)
+    code = [name for name in (recipe.model, made.method) if is_code(name)]
+    if code and not trust_code:
+        raise PluresError(
+            f"opening {folder} runs the code {' and '.join(code)}: check that code, and use --trust-code "
+            "(in Python trust_code=True) if you trust it"
+        )
+    shape = (len(info.classes), info.channels, info.size)
+    if not is_code(recipe.model):
+        with torch.device("meta"):
+            sketch = network_for(recipe, *shape)
+        check_size(files.ensemble, sketch)  # before memory is taken
+    method = method_class(made.method) if is_code(made.method) else None
+    ensemble = load(files.ensemble, network_for(recipe, *shape), method=method).to(device_for())
     place = None if made.data is None else (files.path / made.data).absolute()
-    return Described(files.path, made.method, recipe, info, config["data"]["fingerprint"], place)
+    return Run(files.path, made.method, recipe, info, config["data"]["fingerprint"], ensemble, place)
 
 
 def unfinished(config: Mapping[str, Any], folder: Path, where: str = "") -> PluresError:
@@ -196,14 +222,3 @@ def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo
         return recipe, DataInfo(**prepared), made_of(config)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PluresError(f"{folder}/config.json is incomplete: {type(error).__name__}: {error}") from error
-
-
-def check_trust(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise an error if opening a run would import code from outside plures."""
-    made = config.get("made") or {}
-    names = (str(config["recipe"].get("model")), str(made.get("method", "")))
-    if code := [name for name in names if is_code(name)]:
-        raise PluresError(
-            f"opening {folder} runs the code {' and '.join(code)}: check that code, and use --trust-code "
-            "(in Python trust_code=True) if you trust it"
-        )

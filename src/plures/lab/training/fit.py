@@ -155,7 +155,7 @@ class _Run:
         """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
         state = self.processes.on_main(folder.read_state)
         if state is None:
-            self.processes.on_main(lambda: folder.cut_log(folder.log_length(self._committed())))
+            self.processes.on_main(lambda: folder.keep_records(self._committed()))
             return None
         position = position_of(state)
         self.processes.on_main(lambda: folder.cut_log(position.log_length))
