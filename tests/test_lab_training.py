@@ -29,9 +29,8 @@ from plures.lab.data import Data, DataInfo, DataSplit
 from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs import config as config_module
 from plures.lab.runs.folder import RunFolder
-from plures.lab.training.checkpoint import CHECKSUM, Position, pack, position_of, unpack
 from plures.lab.training.distributed import Processes, resolve
-from plures.lab.training.fit import fit
+from plures.lab.training.fit import CHECKSUM, Position, fit, pack, position_of, unpack
 from plures.lab.training.loop import StageLoop
 
 CLASSES, SIZE = 3, 8

@@ -47,7 +47,8 @@ class StageLoop:
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
         self.stage = ensemble.open(step)
         self.loss = CountingLoss(smoothed(self.stage.loss, recipe.label_smoothing))
-        _set_loss(self.stage, self.loss)
+        del self.stage.loss  # without this, a module cannot be replaced by a function
+        self.stage.loss = self.loss
         self.stage.to(processes.device)
         lay_out(self.stage, self.batch_size, processes.device, mixed=processes.precision != "no")
         self.optimizer = make_optimizer(self.stage, recipe)
@@ -95,8 +96,10 @@ class StageLoop:
         self.stage.eval()
         with torch.no_grad(), self.processes.autocast():
             for images, labels in batches(split, self.batch_size, shuffle=False, rank=rank, world=world, device=device):
-                answers = _answers(self.stage.logits(images))
-                right += (answers == labels)[:own].sum()
+                logits = self.stage.logits(images)
+                if logits.dim() == 3:  # of several members
+                    logits = logits.float().softmax(-1).mean(0)
+                right += (logits.argmax(-1) == labels)[:own].sum()
                 own -= len(labels)
         self.stage.train()
         return self.processes.sum(right).item() / len(split)
@@ -214,18 +217,6 @@ def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.learning_rate)
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, nesterov=recipe.nesterov)
-
-
-def _set_loss(stage: Stage, loss: Loss) -> None:
-    del stage.loss  # without this, a module cannot be replaced by a function
-    stage.loss = loss
-
-
-def _answers(logits: Tensor) -> Tensor:
-    """Return the labels of a stage: of several members, by their mean probability."""
-    if logits.dim() == 3:
-        logits = logits.float().softmax(-1).mean(0)
-    return logits.argmax(-1)
 
 
 # One-cycle as in fast training practice (Smith and Topin, 2019): rise for 30 % of the stage, then fall below the start.
