@@ -98,7 +98,7 @@ def measured_trust(
 
 
 def as_metrics(found: Trust) -> dict[str, float]:
-    """Give the figures that a comparison shows, by the names that they have among a run's metrics.
+    """Return the figures that a comparison shows, by the names that they have among a run's metrics.
 
     >>> as_metrics({"shift": {"accuracy": 0.7, "nll": 1.0, "ece": 0.1}})["shift_accuracy"]
     0.7
