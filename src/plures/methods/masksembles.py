@@ -20,7 +20,7 @@ ATTEMPTS = 100_000  # about one draw of ten has the width that is needed
 
 
 class Masksembles(ManyInOne):
-    """Give each member a fixed mask of the channels that it uses at each layer.
+    """Assign each member a fixed mask of the channels that it uses at each layer.
 
         ensemble = plures.Masksembles(network, members=5, scale=2.0)
         ensemble = plures.Masksembles(network, layers=["head.hidden", "head.fc"])
