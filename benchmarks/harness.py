@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
 from plures.lab.costs import Action, timed
-from plures.lab.models import resnet18, wide_resnet28_10
+from plures.lab.models import WideResNet, resnet18
 from plures.lab.training.loop import lay_out
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.stage import Stage
@@ -90,7 +90,7 @@ class Subject:
 
 
 RESNET18 = Subject("ResNet18", lambda: resnet18(classes=CLASSES))
-WIDE_RESNET = Subject("WRN28-10", lambda: wide_resnet28_10(classes=CLASSES))
+WIDE_RESNET = Subject("WRN28-10", lambda: WideResNet(classes=CLASSES))
 TRANSFORMER = Subject("ViT-S", VisionTransformer)
 
 

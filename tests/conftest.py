@@ -16,6 +16,12 @@ settings.register_profile("attack", patient, max_examples=500, print_blob=True)
 settings.load_profile("test")
 
 
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the charts of a page out, where a test is about something else: they take nearly all the time of a page."""
+    monkeypatch.setattr("plures.lab.report.sections.chart", lambda *_, **__: "")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _quick_costs() -> Iterator[None]:
     """Measure the costs of runs once, not in nine rounds: no test judges them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plures.lab.cli.main import main
 from plures.lab.compare import Job
-from plures.lab.compare.processes import RunsDisplay, Start, run_all
+from plures.lab.compare.compare import RunsDisplay, Start, run_all
 from plures.lab.recipes import Epochs, get_recipe
 
 SHORT = replace(

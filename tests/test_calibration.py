@@ -61,30 +61,28 @@ def ensemble() -> plures.Ensemble:
 # --- calibration
 
 
-@pytest.mark.parametrize("per_member", [False, True])
-def test_calibration_is_the_temperature_of_the_metrics_and_helps_elsewhere(ensemble, per_member) -> None:
+def test_calibration_is_the_temperature_of_the_metrics_and_helps_elsewhere(ensemble) -> None:
     before = ensemble.predict(TEST[0])
-    assert ensemble.calibrate(*HELD_OUT, batch_size=64, per_member=per_member) is ensemble
+    assert ensemble.calibrate(*HELD_OUT, batch_size=64) is ensemble
     after = ensemble.predict(TEST[0])
     assert metrics.nll(after.probabilities, TEST[1]) < metrics.nll(before.probabilities, TEST[1])
     assert metrics.ece(after.probabilities, TEST[1]) < metrics.ece(before.probabilities, TEST[1])
-    if not per_member:
-        held_out = ensemble.predict(HELD_OUT[0], calibrated=False).probabilities
-        assert ensemble.calibration.temperature == pytest.approx(metrics.temperature(held_out, HELD_OUT[1]))
-        assert torch.equal(after.label, before.label)
+    held_out = ensemble.predict(HELD_OUT[0], calibrated=False).probabilities
+    assert ensemble.calibration.temperature == pytest.approx(metrics.temperature(held_out, HELD_OUT[1]))
+    assert torch.equal(after.label, before.label)
     assert torch.equal(after.uncalibrated, before.probabilities)
     assert torch.equal(after.members, before.members)
     assert torch.equal(ensemble.predict(TEST[0], calibrated=False).probabilities, before.probabilities)
     assert torch.equal(ensemble.calibrate(None).predict(TEST[0]).probabilities, before.probabilities)
 
 
-@given(st.integers(0, 2**31), st.integers(1, 4), st.floats(0.1, 8.0), st.booleans())
-def test_calibration_never_worsens_the_nll_of_what_it_saw(seed, members, sharpness, per_member) -> None:
+@given(st.integers(0, 2**31), st.integers(1, 4), st.floats(0.1, 8.0))
+def test_calibration_never_worsens_the_nll_of_what_it_saw(seed, members, sharpness) -> None:
     random = torch.Generator().manual_seed(seed)
     targets = torch.cat([torch.tensor([0, 1]), torch.randint(0, 3, (18,), generator=random)])
     logits = sharpness * (torch.randn(members, 20, 3, generator=random) + nn.functional.one_hot(targets, 3))
     probabilities = logits.softmax(-1)
-    found = ClassCalibration.fit(probabilities, targets, per_member)
+    found = ClassCalibration.fit(probabilities, targets)
     before, after = found.nll.tolist()
     assert before == pytest.approx(metrics.nll(probabilities.mean(0), targets))
     assert after <= before
@@ -116,23 +114,17 @@ def answers(ensemble: plures.Ensemble, inputs: Tensor) -> list[Tensor]:
 
 def test_another_process_gives_the_same_bits(ensemble, tmp_path: Path) -> None:
     inputs = TEST[0][:50]
-    expected = []
-    for name, per_member in (("one", False), ("each", True)):
-        ensemble.calibrate(*HELD_OUT, per_member=per_member)
-        plures.save(ensemble, tmp_path / f"{name}.safetensors")
-        expected += answers(ensemble, inputs)
+    plures.save(ensemble.calibrate(*HELD_OUT), tmp_path / "calibrated.safetensors")
     torch.save(inputs, tmp_path / "inputs.pt")
     program = f"""
 import sys, torch, plures
 from torch import Tensor
 {inspect.getsource(answers)}
-inputs, found = torch.load("inputs.pt"), []
-for name in ("one", "each"):
-    found += answers(plures.load(f"{{name}}.safetensors", lambda: {NETWORK}), inputs)
+found = answers(plures.load("calibrated.safetensors", lambda: {NETWORK}), torch.load("inputs.pt"))
 torch.save(found, "answers.pt")
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
-    for ours, theirs in zip(expected, torch.load(tmp_path / "answers.pt"), strict=True):
+    for ours, theirs in zip(answers(ensemble, inputs), torch.load(tmp_path / "answers.pt"), strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -19,6 +19,7 @@ from networks import CLASSES, images, labels
 METHODS = [
     ("OrthogonalDropout", {"members": 2}),
     ("OrthogonalDropout", {"members": 3, "optimize_masks": False, "classifier": "split"}),
+    ("OrthogonalDropout", {"members": 3, "schedule": "together"}),
     ("Deterministic", {"init": "fresh"}),
     ("MCDropout", {"passes": 3, "init": "fresh"}),
     ("DeepEnsemble", {"members": 2}),
@@ -45,6 +46,12 @@ def identify(value):
 
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=identify)
+
+
+def every_method_but(names):
+    return pytest.mark.parametrize("method", [one for one in METHODS if one[0] not in names], ids=identify)
+
+
 every_network = pytest.mark.parametrize("make_network", NETWORKS, ids=identify)
 
 
@@ -119,10 +126,8 @@ def test_logits_have_one_shape_for_any_batch(method, make_network):
 
 
 @every_network
-@every_method
+@every_method_but(RANDOM_PREDICTION)
 def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(method, make_network):
-    if method[0] in RANDOM_PREDICTION:
-        pytest.skip("predicts at random")
     ensemble = trained(method, make_network)
     together, alone = ensemble(images(5)), [ensemble(image[None]) for image in images(5)]
     torch.testing.assert_close(torch.cat(alone, 1), together, rtol=1e-4, atol=1e-5)
@@ -156,12 +161,9 @@ def test_an_untrained_ensemble_does_not_predict(method, make_network):
 
 
 @every_network
-@every_method
+@every_method_but(NEVER_ONE)
 def test_an_ensemble_of_one_equals_its_network(method, make_network):
-    name, options = method
-    if name in NEVER_ONE:
-        pytest.skip("has no ensemble of one that is a plain network")
-    one = {"members": 1} if "members" in options else {}
+    one = {"members": 1} if "members" in method[1] else {}
     ensemble = build(method, make_network(), **one)
     for stage in ensemble.stages():
         train(stage)

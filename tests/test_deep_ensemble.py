@@ -214,7 +214,7 @@ def test_tied_weights_stay_tied_in_each_member():
         ({"members": 0}, "members=0"),
         ({"members": 2.0}, "members=2.0"),
         ({"classifier": "split"}, "classifier='split'; use one of private, fixed"),
-        ({"init": "zeros"}, "init='zeros'; use one of fresh, given"),
+        ({"init": "zeros"}, "init='zeros'; use one of given, fresh"),
         ({"roles": {"stem.wieght": "split"}}, "did you mean stem.weight"),
     ],
 )

@@ -104,13 +104,6 @@ def test_the_evidence_of_several_machines_makes_one_table(tmp_path: Path, monkey
     assert "fewer seeds: mc-dropout (0)" in (tmp_path / "results/table1-digits.md").read_text()
 
 
-def test_rows_of_the_evidence_have_the_figures_of_the_paper_that_belong_to_them() -> None:
-    known = {one.name: evidence.paper_name(one) for one in evidence.METHODS}
-    assert known["deep-ensemble"] == "deep-ensemble"
-    assert known["orthogonal-dropout, as published"] == "orthogonal-dropout"
-    assert known["orthogonal-dropout"] == known["packed-ensemble, mean of the losses"] == ""
-
-
 def test_the_tables_are_those_of_the_runs_that_were_kept(tmp_path: Path, monkeypatch, capsys) -> None:
     results = store.RESULTS
     wanted = {store.path_of(job) for one in evidence.WANTED for job in one.jobs(Path())}

@@ -61,12 +61,9 @@ def test_examples_are_found_as_they_are_written() -> None:
 def public() -> dict[str, Any]:
     """Every public class and function, with the methods that the classes define."""
     top = {name: getattr(plures, name) for name in [*plures.__all__, "fit"] if name not in ("__version__", "metrics")}
-    top |= {name: getattr(metrics, name) for name in metrics.__all__}
-    top |= {
-        name: value
-        for name, value in vars(guarantees).items()
-        if getattr(value, "__module__", "") == guarantees.__name__
-    }
+    for module in (guarantees, metrics):
+        own = vars(module).items()
+        top |= {name: value for name, value in own if getattr(value, "__module__", "") == module.__name__}
     top |= {one.__name__: one for one in (PluresClassifier, PluresRegressor, Epochs, get_recipe)}
     top = {name: value for name, value in top.items() if inspect.isclass(value) or inspect.isfunction(value)}
     methods = {

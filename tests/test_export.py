@@ -109,7 +109,7 @@ def two_layers():
 @pytest.mark.parametrize("method", ONE_OF_EACH, ids=identify)
 def test_every_method_answers_as_predict_calibrated(method, tmp_path):
     ensemble = copy.deepcopy(trained(method, two_layers))
-    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES, per_member=method == SPLIT)
+    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES)
     plures.export(ensemble, tmp_path / "e.onnx", images(1))
     assert_agrees(tmp_path / "e.onnx", ensemble)
 

@@ -32,8 +32,16 @@ def test_the_command_line_names_its_extra(words: list[str]) -> None:
 
 
 def test_the_estimators_name_their_extra() -> None:
-    program = "import plures\ntry:\n import plures.sklearn\nexcept (plures.PluresError) as error: print(error)"
+    program = """
+import plures
+for kind in (plures.PluresError, ImportError):
+    try:
+        import plures.sklearn
+    except kind as error:
+        print(error)
+import plures.sklearn
+"""
     answer = run(program, ("sklearn",))
-    assert answer.stdout == "plures.sklearn needs scikit-learn: pip install 'plures[sklearn]'\n", answer.stderr
-    program = "try:\n import plures.sklearn\nexcept ImportError as error: print('missing')"
-    assert run(program, ("sklearn",)).stdout == "missing\n"
+    told = "plures.sklearn needs scikit-learn: pip install 'plures[sklearn]'"
+    assert answer.stdout == 2 * f"{told}\n", answer.stderr
+    assert answer.stderr.splitlines()[-1] == f"plures.errors.MissingExtraError: {told}"

@@ -213,8 +213,8 @@ def test_weights_of_another_kind(tmp_path, dtype) -> None:
     ("name", "value"),
     [
         ("temperatures", torch.ones(1)),
-        ("member_temperatures", torch.ones(3, 1)),
-        ("member_temperatures", torch.tensor([1.0, 0.0, 1.0])),
+        ("temperatures", torch.ones(3, 1)),
+        ("temperatures", torch.tensor([1.0, 0.0, 1.0])),
         ("temperatures", torch.full((3,), float("nan"))),
         ("probability", torch.zeros(0)),
         ("rank", torch.ones(3)),

@@ -17,11 +17,11 @@ from plures.lab.evaluation.corruptions import CORRUPTIONS
 from plures.lab.evaluation.evaluate import (
     engine_of,
     evaluate,
-    evaluate_ood,
     evaluate_shift,
     fastest,
     predictions,
     scores,
+    told_apart,
 )
 from plures.native import library
 from plures.stage import Stage, Step
@@ -151,9 +151,9 @@ def test_unfamiliar_images_are_told_apart_by_all_three_scores() -> None:
     # Members differ only in between: images of medium brightness are what they disagree about.
     ensemble = Brightness([-0.3, 0.3])
     clear = np.concatenate([np.zeros((50, 4, 4, 1)), np.full((50, 4, 4, 1), 255)]).astype(np.uint8)
-    own = Data(INFO, split("train", clear[:0]), split("validation", clear), split("test", clear), "")
-    other = data(low=120, high=136)
-    rows = evaluate_ood(ensemble, own, other)
+    inside, _ = predictions(ensemble, split("test", clear))
+    outside, _ = predictions(ensemble, data(low=120, high=136).test)
+    rows = told_apart(inside, outside)
     assert [row["score"] for row in rows] == ["1 - max p", "entropy", "mutual information"]
     assert all(row["auroc"] > 0.99 and row["aupr"] > 0.99 and row["fpr95"] < 0.05 for row in rows)
     assert not any(math.isnan(value) for row in rows for value in list(row.values())[1:])

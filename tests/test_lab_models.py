@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from plures.errors import PluresError
-from plures.lab.models import build, mlp, resnet8, resnet18, resnet20, resnet50, wide_resnet, wide_resnet28_10
+from plures.lab.models import WideResNet, build, mlp, resnet8, resnet18, resnet20, resnet50
 
 SMALL = [
     pytest.param(lambda: resnet8(10, width=4), id="resnet8"),
@@ -14,7 +14,7 @@ SMALL = [
     pytest.param(lambda: resnet18(10, width=4), id="resnet18"),
     pytest.param(lambda: resnet18(10, width=4, stem="imagenet"), id="resnet18-imagenet"),
     pytest.param(lambda: resnet50(10, width=4), id="resnet50"),
-    pytest.param(lambda: wide_resnet(10, depth=10, widen=2, width=4), id="wide_resnet"),
+    pytest.param(lambda: WideResNet(10, depth=10, widen=2, width=4), id="wide_resnet"),
     pytest.param(lambda: mlp(10, channels=3, size=32, width=8), id="mlp"),
 ]
 
@@ -29,8 +29,7 @@ def parameters(network):
         (lambda: resnet18(10), 11_173_962),
         (lambda: resnet18(1000, stem="imagenet"), 11_689_512),
         (lambda: resnet50(1000), 25_557_032),
-        (lambda: wide_resnet28_10(10), 36_479_194),
-        (lambda: wide_resnet(10, depth=28, widen=10), 36_479_194),
+        (lambda: build("wide_resnet28_10", 10, 3), 36_479_194),
         (lambda: resnet20(10), 269_722 + 2_752),  # the paper's network and two projections
     ],
 )
@@ -108,7 +107,7 @@ def test_a_module_can_be_put_before_the_second_convolution_of_every_block(make):
 
 
 def test_wide_resnet_activates_before_it_convolves():
-    block = wide_resnet(10, depth=10, widen=1, width=4).layer1[0].eval()
+    block = WideResNet(10, depth=10, widen=1, width=4).layer1[0].eval()
     nn.init.zeros_(block.conv2.weight)
     images = -torch.rand(1, 4, 8, 8)
     assert torch.equal(block(images), images)  # nothing on the way of the shortcut, not even a ReLU
@@ -171,7 +170,7 @@ def test_build_refuses_in_one_sentence(model, words):
         lambda: resnet18(10, stem="resnet"),
         lambda: resnet8(0),
         lambda: resnet8(10, width=0),
-        lambda: wide_resnet(10, depth=27),
+        lambda: WideResNet(10, depth=27),
         lambda: mlp(10, depth=0),
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from plures import PluresError
@@ -45,8 +44,6 @@ SECTIONS = {
     "table": "Comparison",
     "reliability": "Reliability, before and after ensembling",
     "members": "Quality against the number of members",
-    "agreement": "Agreement between members",
-    "confidence": "Confidence of right and wrong predictions",
     "uncertain": "Where members disagree most",
     "mistakes": "The most confident mistakes",
     "training": "Training",
@@ -75,7 +72,7 @@ def html(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def details(runs: Path) -> list[Detail]:
-    return [gather(row, None, "#0072B2") for row in rows_of([runs])]
+    return [gather(row, None, LOOKS["deep-ensemble"]) for row in rows_of([runs])]
 
 
 @dataclass
@@ -169,7 +166,7 @@ def test_nothing_is_loaded_from_anywhere(html: str) -> None:
 def test_charts_have_words_for_those_who_do_not_see_them(html: str) -> None:
     page = Page(html)
     drawings = [attributes for tag, attributes in page.elements if tag == "svg"]
-    assert len(drawings) == 5 * 3 - 2  # one network has neither members to add nor to agree with
+    assert len(drawings) == 2 * 3 + 1  # of each row, and one of the members of all
     assert all(one["role"] == "img" and len(one["aria-label"] or "") > 20 for one in drawings)
     assert all(attributes.get("alt") for tag, attributes in page.elements if tag == "img")
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -186,10 +183,9 @@ def test_the_same_runs_give_the_same_bytes(html: str, runs: Path, tmp_path: Path
 def test_captions_give_the_numbers_of_the_run(html: str, runs: Path) -> None:
     text = html.replace("\N{NO-BREAK SPACE}", " ")
     found = json.loads((runs / "many" / "metrics.json").read_text())
-    assert f"together on {100 * found['accuracy']:.1f} %" in text
-    assert f"inter-rater agreement, which shows whether they fail together, is {found['agreement']:.3f}" in text
-    assert f"From the first member to all 12, accuracy goes from {100 * found['member_accuracies'][0]:.1f} %" in text
-    assert "There is only one network: no member can be added." in text
+    assert f"The ensemble has an ECE of {found['ece']:.3f}" in text
+    first, last = found["member_accuracies"][0], found["accuracy"]
+    assert re.search(rf"mc-dropout passes=12 from {100 * first:.1f} % and [.\d]+ to {100 * last:.1f} % and", text)
     assert "There is only one network, so no members can disagree." in text
 
 
@@ -200,10 +196,8 @@ def test_details_agree_with_metrics_json(details: list[Detail]) -> None:
         gaps = table.count * (table.confidence - table.accuracy).abs()
         assert float(gaps.sum() / table.count.sum()) == pytest.approx(one.metrics["ece"])
         assert [pair[0] for pair in one.added[:1]] == pytest.approx(one.metrics["member_accuracies"][:1])
-        assert len(one.right) == len(one.confidence) == one.metrics["images"]
-        assert int(one.right.sum()) == round(one.metrics["accuracy"] * one.metrics["images"])
-        assert one.same_label.shape == (one.metrics["members"],) * 2
-        assert np.all(np.diagonal(one.same_label) == 1)
+        assert one.members == len(one.added) == one.metrics["members"]
+        assert one.confidence == pytest.approx(float((table.count * table.confidence).nansum() / table.count.sum()))
 
 
 def test_images_are_the_test_images_that_they_should_be(details: list[Detail], runs: Path) -> None:
@@ -216,19 +210,16 @@ def test_images_are_the_test_images_that_they_should_be(details: list[Detail], r
         assert doubts == sorted(doubts, reverse=True)
         assert bool(doubts) == (one.members > 1)
         for shown in (*one.mistakes, *one.uncertain):
-            assert len(shown.votes) == one.members == sum(count for _, count in shown.counts)
+            assert one.members == sum(count for _, count in shown.votes)
             assert shown.truth == test.info.classes[test.labels[shown.number]]
             contents = base64.b64decode(shown.source.removeprefix("data:image/png;base64,"))
             pixels = np.asarray(Image.open(io.BytesIO(contents)))
             assert np.array_equal(pixels, test.images[shown.number][:, :, 0])
 
 
-def test_no_mistakes_and_no_right_answers_are_no_trouble(details: list[Detail], runs: Path) -> None:
-    rows = rows_of([runs])
-    perfect = [replace(one, right=torch.ones_like(one.right), mistakes=()) for one in details]
-    assert "There is no mistake among the test images." in render(rows, perfect, "")
-    hopeless = [replace(one, right=torch.zeros_like(one.right)) for one in details]
-    assert "All predictions are wrong." in render(rows, hopeless, "")
+def test_no_mistakes_are_no_trouble(details: list[Detail], runs: Path) -> None:
+    perfect = [replace(one, mistakes=()) for one in details]
+    assert "There is no mistake among the test images." in render(rows_of([runs]), perfect, "")
 
 
 def test_many_rows_are_folded_and_stay_light(details: list[Detail], runs: Path) -> None:
@@ -236,7 +227,7 @@ def test_many_rows_are_folded_and_stay_light(details: list[Detail], runs: Path) 
     many = [replace(one, name=f"{one.name} {number}") for number in range(4) for one in details]
     assert len(rows) > AT_ONCE
     page = render(rows, many, "")
-    assert page.count('<details class="more">') == 5
+    assert page.count('<details class="more">') == 2
     assert f"<summary>{len(rows) - AT_ONCE} more</summary>" in page
     assert len(page) < 1_000_000
 
@@ -406,6 +397,13 @@ def test_an_ensemble_at_chance_is_named(details: list[Detail], runs: Path) -> No
     text = " ".join(summary(rows_of([runs]), [learned, stuck]))
     assert "stuck is at chance: it is right on 11.0 %" in text
     assert "good is at chance" not in text
+
+
+def test_out_of_distribution_data_are_named(details: list[Detail], runs: Path) -> None:
+    rows = rows_of([runs])
+    first, second = (replace(details[0], name=name, trust={"ood": {"data": name * 2}}) for name in ("a", "b"))
+    assert summary(rows, [first, replace(first, name="c")])[-1] == "The out-of-distribution data are aa."
+    assert summary(rows, [first, second])[-1] == "The out-of-distribution data are aa for a, bb for b."
 
 
 def test_rows_stand_in_the_order_of_the_paper_and_keep_their_colours(html: str) -> None:

@@ -20,10 +20,7 @@ from selenium.webdriver.common.keys import Keys
 
 pytestmark = needed
 
-SECTIONS = [
-    *("table", "reliability", "members", "agreement", "confidence"),
-    *("uncertain", "mistakes", "training", "reproduce"),
-]
+SECTIONS = ["table", "reliability", "members", "uncertain", "mistakes", "training", "reproduce"]
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
 
 

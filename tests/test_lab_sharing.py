@@ -41,8 +41,6 @@ def test_the_card_says_what_was_measured_and_how_to_load_it(published, monkeypat
     assert re.search(r"\|---\|---\|\n(\| .+ \| -?[\d.]+ \|\n){5,}\n", card), "rows without gaps: one table"
     assert "## Intended use" in card
     assert f"On {measured['images']} test images of digits:" in card
-    assert (published / "reliability.png").read_bytes().startswith(b"\x89PNG")
-    assert "](reliability.png)" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert str(published.parent) not in card  # a card travels
     monkeypatch.chdir(published)
@@ -68,22 +66,18 @@ def test_the_head_of_the_card_is_what_the_hub_reads(published):
     assert (head.library_name, head.tags) == ("plures", ["uncertainty", "ensemble", "plures"])
 
 
-def test_only_safetensors_json_card_and_diagram_are_published(published):
+def test_only_safetensors_json_and_card_are_published(published):
     assert {file.name for file in published.iterdir()} == {
         "ensemble.safetensors",
         "config.json",
         "metrics.json",
         "README.md",
-        "reliability.png",
     }
 
 
 def test_an_ensemble_of_ones_own_loop(tmp_path):
     ensemble = trained(SPLIT, networks.mlp)
-    probabilities, targets = ensemble.predict(images(6)).probabilities, torch.arange(6) % 4
-    place = plures.push_to_hub(
-        ensemble, tmp_path / "mine", metrics={"accuracy": 0.5}, predictions=(probabilities, targets)
-    )
+    place = plures.push_to_hub(ensemble, tmp_path / "mine", metrics={"accuracy": 0.5})
     assert torch.equal(plures.from_hub(place, networks.mlp())(images()), ensemble(images()))
     assert "| accuracy | 0.5000 |" in (tmp_path / "mine/README.md").read_text()
     with pytest.raises(plures.PluresError, match="does not name its network"):

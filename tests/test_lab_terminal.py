@@ -98,6 +98,7 @@ def test_wrong_words_are_shown_harmlessly(words: list[str], capsys: pytest.Captu
     assert r"\x1b[31m" in said(words, capsys)
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_a_forged_run_folder_does_not_reach_the_terminal(
     data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -373,7 +373,7 @@ def test_a_flipped_bit_of_the_state_is_never_taken_over():
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
     stage(torch.randn(4, 3, SIZE, SIZE), torch.tensor([0, 1, 2, 0])).backward()
     optimizer.step()
-    position = Position(committed=0, epoch=1, log_length=7, loss_scale={})
+    position = Position(committed=0, epoch=1, loss_scale={})
     contents = pack(stage, optimizer, position)
     values = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
     places = random.Random(0)
@@ -392,9 +392,7 @@ def test_a_flipped_bit_of_the_state_is_never_taken_over():
             assert torch.equal(tensor, values[name]), f"byte {byte}"
 
 
-@pytest.mark.parametrize(
-    "change", [{"epoch": 10**9}, {"epoch": "1"}, {"committed": -1}, {"log_length": None}, {"loss_scale": 3}]
-)
+@pytest.mark.parametrize("change", [{"epoch": 10**9}, {"epoch": "1"}, {"committed": -1}, {"loss_scale": 3}])
 def test_a_position_that_cannot_be_is_refused(tmp_path, monkeypatch, change):
     with dying_after(monkeypatch, epochs=1):
         train(tmp_path / "run")
@@ -733,16 +731,3 @@ def test_two_processes_train_what_one_would_and_end_quietly(tmp_path):
     one = accuracy(train(recipe=LONGER, data=data), data)
     assert two == pytest.approx(one, abs=0.1)
     assert one > 0.8
-
-
-def test_a_stage_that_ends_underconfident_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    network = make_network()
-    head = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
-    with torch.no_grad():
-        head.weight.mul_(0.1)  # so small that no training of the layers before makes it confident
-    longer = dataclasses.replace(RECIPE, epochs=Epochs(train=20), learning_rate=0.5, crop=0)
-    for classifier, warned in (("private", False), ("fixed", True)):
-        ensemble = plures.OrthogonalDropout(network, members=2, classifier=classifier, optimize_masks=False)
-        with caplog.at_level(logging.WARNING, "plures"):
-            fit(ensemble, make_data(), longer, quiet=True)
-        assert ("ends underconfident: its accuracy" in caplog.text) == warned, classifier

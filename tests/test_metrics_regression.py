@@ -26,15 +26,15 @@ def test_likelihoods_equal_scipy(drawn):
         -stats.norm(means[0], stds[0]).logpdf(targets).mean()
     )
     density = stats.norm(means, stds).pdf(targets).mean(0)
-    assert metrics.mixture_nll(means, stds, targets) == pytest.approx(-np.log(density).mean())
+    assert metrics.gaussian_nll(means, stds, targets) == pytest.approx(-np.log(density).mean())
     assert metrics.rmse(means[0], targets) == pytest.approx(np.sqrt(((means[0] - targets) ** 2).mean()))
 
 
 @given(cases)
-def test_a_mixture_is_never_less_likely_than_its_members_on_average(drawn):
+def test_a_gaussian_is_never_less_likely_than_its_members_on_average(drawn):
     means, stds, targets = drawn
     each = [metrics.gaussian_nll(mean, std, targets) for mean, std in zip(means, stds, strict=True)]
-    assert metrics.mixture_nll(means, stds, targets) <= np.mean(each) + 1e-12
+    assert metrics.gaussian_nll(means, stds, targets) <= np.mean(each) + 1e-12
 
 
 @settings(max_examples=5)
@@ -48,7 +48,7 @@ def test_crps_is_the_integral_that_defines_it(drawn):
 
     below, _ = integrate.quad(squared_gap, -20, true, limit=200)
     above, _ = integrate.quad(squared_gap, true, 20, limit=200)
-    assert metrics.mixture_crps(means, stds, targets) == pytest.approx(below + above, rel=1e-5)
+    assert metrics.gaussian_crps(means, stds, targets) == pytest.approx(below + above, rel=1e-5)
 
 
 def test_crps_without_spread_is_the_absolute_error():
@@ -71,8 +71,8 @@ def test_wrong_input_gets_one_sentence():
         ),
         (lambda: metrics.gaussian_crps(two, -two, two), "std has the negative entry -1."),
         (
-            lambda: metrics.mixture_nll(two, two, two),
-            "means of shape (2,) must be [members, ...] of targets of shape (2,).",
+            lambda: metrics.gaussian_nll(torch.ones(3, 2), torch.ones(3, 2), three),
+            "targets of shape (3,) must have the shape of mean, (3, 2).",
         ),
         (
             lambda: metrics.rmse(two * torch.nan, two),

@@ -4,8 +4,6 @@ import ctypes
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -355,12 +353,17 @@ def test_training_refuses_what_does_not_fit(damage):
     for stride, padding in ((0, (1, 1)), (-1, (1, 1)), (2**40, (1, 1)), (1, (-1, 1)), (1, (2**40, 1))):
         with pytest.raises(PluresError):
             training.convolution(x, weight, bias, kernels, (stride, stride), padding)
-    norm = torch.nn.BatchNorm2d(6)
+    tables = [torch.ones(1, 6) for _ in range(4)]
+    settings = (torch.zeros(1, dtype=torch.int64), 0.1, 1e-5)
     if damage != "shorter":
         with pytest.raises(PluresError):
-            training.norm(DAMAGES[damage](x), norm)
+            training.norm(DAMAGES[damage](x), *tables, *settings)
     with pytest.raises(PluresError):
-        training.norm(x, norm, DAMAGES[damage](x))
+        training.norm(x, *tables, *settings, DAMAGES[damage](x))
+    for place in range(4):
+        given = [*tables[:place], DAMAGES[damage](tables[place]), *tables[place + 1 :]]
+        with pytest.raises(PluresError):
+            training.norm(x, *given, *settings)
 
 
 # ---- finding, compiling and loading ----
@@ -410,7 +413,7 @@ def test_two_may_compile_at_once(compiler, tmp_path):
         made = list(pool.map(lambda _: build.compile_into(tmp_path, ["portable"]), range(2)))
     assert build.find(tmp_path, ["portable"]) in made
     assert set(tmp_path.iterdir()) == set(made), "nothing is left behind"
-    assert library.Library(made[0], "portable").lanes == build.LEVELS["portable"].lanes
+    assert library.Library(made[0], "portable").lanes == build.LEVELS["portable"][0]
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a library", None])
@@ -435,26 +438,23 @@ def test_a_folder_that_others_write_to_is_refused(tmp_path, monkeypatch):
     assert stat.S_IMODE(library.cache_folder().stat().st_mode) == 0o700
 
 
-def why(tmp_path: Path, **environment: str) -> str:
-    """Ask a new process why there is no native library."""
-    code = "from plures.native import library, build; build.find = lambda *_: None; print(library.why_unavailable())"
-    cleared = {name: value for name, value in os.environ.items() if name not in ("PLURES_NATIVE", "CC")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=cleared | {"XDG_CACHE_HOME": str(tmp_path), "PLURES_NATIVE": ""} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
-
-
-def test_why_there_is_no_library(tmp_path):
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("PLURES_NATIVE", "0", "PLURES_NATIVE=0"),
+        ("PLURES_NATIVE", "yes", "use 0, 1 or one of avx512, avx2, portable"),
+        ("CC", "no-such-compiler", "no C compiler"),
+        ("CC", "false", "cannot be compiled"),
+    ],
+)
+def test_why_there_is_no_library(tmp_path, monkeypatch, variable, value, reason):
     tmp_path.chmod(0o700)
-    assert "PLURES_NATIVE=0" in why(tmp_path, PLURES_NATIVE="0")
-    assert "use 0, 1 or one of avx512, avx2, portable" in why(tmp_path, PLURES_NATIVE="yes")
-    assert "no C compiler" in why(tmp_path, CC="no-such-compiler")
-    assert "cannot be compiled" in why(tmp_path, CC="false")
+    monkeypatch.setattr(library, "_load_once", library._load_once.__wrapped__)  # nothing is known of earlier calls
+    monkeypatch.setattr(build, "find", lambda *_: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PLURES_NATIVE", "")
+    monkeypatch.setenv(variable, value)
+    assert reason in library.why_unavailable()
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +462,7 @@ def sixteen_lanes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source as it is compiled for AVX-512, in vectors that every CPU can run."""
     if shutil.which("cc") is None:
         pytest.fail("no C compiler; install one, or skip the native tests by PLURES_NATIVE=0")
-    wide = build.Level(build.LEVELS["avx512"].lanes, ("-DPLURES_PLAIN",))
+    wide = (build.LEVELS["avx512"][0], ("-DPLURES_PLAIN",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(build.LEVELS, "portable", wide)
         return build.compile_into(tmp_path_factory.mktemp("sixteen"), ["portable"])
@@ -504,4 +504,4 @@ def test_avx512_kernels_compile(compiler, tmp_path):
     if "avx512" not in build.levels_of(os.uname().machine):
         pytest.skip("not an x86 machine")
     path = build.compile_into(tmp_path, ["avx512", "portable"])
-    assert library.Library(path, "portable").lanes == build.LEVELS["portable"].lanes
+    assert library.Library(path, "portable").lanes == build.LEVELS["portable"][0]

@@ -13,7 +13,7 @@ import plures
 from benchmarks.harness import VisionTransformer
 from plures import PluresError
 from plures.calling import logits_of
-from plures.lab.models import resnet18
+from plures.lab.models import resnet8
 from plures.methods.orthogonal_dropout.engines.owned import Owned
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.native import library
@@ -396,13 +396,13 @@ def test_engine_without_library_is_refused_by_name_and_passed_over_otherwise(mon
 
 @needs_library
 def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
-    wide = trained(resnet18(classes=4, width=4), members=5, granularity="kernel")
+    wide = trained(resnet8(classes=4, width=8), members=5, granularity="kernel")
     assert isinstance(wide.engine(), Owned)
     with pytest.raises(PluresError, match="no engine fits into 1000 bytes"):
         wide.engine(memory=1000)
     assert isinstance(wide.engine(memory=10**9), Owned)
     # Two members of single weights cost about two networks either way.
-    assert isinstance(trained(resnet18(classes=4, width=4), members=2).engine(), Unfolded)
+    assert isinstance(trained(resnet8(classes=4, width=8), members=2).engine(), Unfolded)
     # A linear layer that sees one row has nothing to gain from short lists.
     assert isinstance(trained(networks.mlp(), members=5).engine(), Unfolded)
     assert isinstance(trained(vision_transformer(), members=5, granularity="block").engine(), Owned)

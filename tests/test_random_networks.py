@@ -7,9 +7,10 @@ from attack.networks import Networks
 from random_networks import wrong_answers
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+# `make attack` has 500 of them.
+@pytest.mark.parametrize("first", [0, 5])
 def test_engines_of_random_networks_are_right_or_refused(first) -> None:
-    assert [wrong for seed in range(first, first + 10) for wrong in wrong_answers(seed)] == []
+    assert [wrong for seed in range(first, first + 5) for wrong in wrong_answers(seed)] == []
 
 
 @pytest.mark.parametrize("seed", [100])
@@ -18,7 +19,7 @@ def test_compiled_engines_of_random_networks_are_right_or_refused(seed) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("seed", [105, 107])
+@pytest.mark.parametrize("seed", [105])
 def test_exported_random_networks_are_right_or_refused(seed) -> None:
     assert list(wrong_answers(seed, exported=True)) == []
 

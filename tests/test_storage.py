@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import plures
+from dear import few
 from plures import PluresError
 from plures.lab.models import resnet18
 
@@ -66,7 +67,7 @@ options = st.fixed_dictionaries(
 
 
 @given(options, st.integers(0, 18))
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(few, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_save_and_load_are_equal_to_the_bit_at_any_point_of_training(tmp_path, chosen, stages: int) -> None:
     ensemble = trained(stages, **chosen)
     path = tmp_path / "ensemble.safetensors"
@@ -94,7 +95,7 @@ def test_save_and_load_are_equal_to_the_bit_at_any_point_of_training(tmp_path, c
 
 
 def test_the_state_dict_carries_an_ensemble_too() -> None:
-    for stages in (1, 2, 3, 5, 100):
+    for stages in (1, 2, 4, 100):
         ensemble = trained(stages)
         copy = plures.OrthogonalDropout(network(), members=3)
         copy.load_state_dict(ensemble.state_dict())
@@ -108,7 +109,7 @@ def test_the_state_dict_carries_an_ensemble_too() -> None:
 # Single weights at a quarter of their number, where what each member has of its own weighs more than in `make bench`.
 @pytest.mark.parametrize(
     ("members", "granularity", "width", "limit"),
-    [(5, "kernel", 64, 1.025), (5, "weight", 32, 1.1), (10, "weight", 32, 1.165)],
+    [(5, "kernel", 64, 1.025), (10, "weight", 32, 1.165)],
 )
 def test_five_members_take_the_room_of_one(tmp_path, members: int, granularity: str, width: int, limit: float) -> None:
     resnet = resnet18(classes=10, width=width)

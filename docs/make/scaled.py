@@ -20,8 +20,6 @@ class Scaled(nn.Module):
     The number is START * exp(x), and x is learned: weight decay pulls it to its start, not to zero.
     """
 
-    traceable = True
-
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)

@@ -26,7 +26,7 @@ from plures.lab.data import DataInfo, DataSplit
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe, get_recipe
-from plures.lab.runs.config import differences
+from plures.lab.runs.config import ABSENT, differences
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, data_for, described, ensemble_for, network_for, open_run
 
@@ -120,7 +120,7 @@ def costs_document(job: Job) -> Kept | None:
         return None
     found = json.loads(_costs_path(job).read_text())
     changed = differences({"recipe": found["recipe"]}, {"recipe": _seedless(_recipe(job))})
-    return None if changed or found["options"] != _options(job) else found
+    return None if changed or not _same_options(found, job) else found
 
 
 def seeds_of(job: Job) -> tuple[int, ...]:
@@ -152,7 +152,12 @@ def _is_of_today(found: Kept, job: Job) -> bool:
     """Return whether figures are of this recipe and these options: a new setting that is None changes nothing."""
     if differences({"recipe": found["recipe"]}, {"recipe": _recipe(job)}):
         return False
-    stored = found["options"]  # a method may store an option in another form
+    return _same_options(found, job)
+
+
+def _same_options(found: Kept, job: Job) -> bool:
+    """Return whether a kept document has the options of a job; a default of None depends on other options."""
+    stored = ABSENT.get(method_class(job.variant.method).__name__, {}) | found["options"]
     return all(stored[name] == value for name, value in _options(job).items() if name in stored)
 
 

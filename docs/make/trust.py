@@ -21,6 +21,7 @@ from plures.lab.method_names import place_of
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
 from trust_figures import Found, draw
+from trust_promises import add_promises
 from trust_sentences import listed, scores
 
 DOCS = Path(__file__).parent.parent
@@ -52,7 +53,10 @@ def _measured(row: Row, data_dir: Path | None, ood: str) -> One:
     def tell(words: str) -> None:
         print(f"{row.name}: {words}", file=sys.stderr, flush=True)
 
-    return measured_trust(row.runs[0].path, data_dir, shift=True, ood=ood, tell=tell)
+    folder = row.runs[0].path
+    found = measured_trust(folder, data_dir, shift=True, ood=ood, tell=tell)
+    add_promises(folder, data_dir, found)
+    return found
 
 
 def page(rows: Sequence[Row], found: Found, ood: str) -> str:

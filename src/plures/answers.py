@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from plures.arrays import doubt
 from plures.calibration import ClassCalibration, NumberCalibration
 from plures.checks import number
 from plures.errors import PluresError
 from plures.losses import mean_and_variance
-from plures.metrics.arrays import distributions, doubt
 
 ABSTAINED = -1  # the label of a sample that the ensemble was asked not to decide
 
@@ -118,18 +118,6 @@ class Prediction:
         if bool(members.isnan().any()):
             member, sample, *_ = members.isnan().nonzero()[0].tolist()
             raise PluresError(f"member {member} returned infinite logits for sample {sample}: are the weights huge?")
-        return cls.computed(members, calibration, abstain_below)
-
-    @classmethod
-    def from_members(
-        cls, members: Tensor, abstain_below: float | None = None, calibration: ClassCalibration | None = None
-    ) -> "Prediction":
-        """Make a prediction from the members' probabilities [K, B, C].
-
-        prediction = Prediction.from_members(ensemble(images).softmax(2))
-        """
-        if members.numel():
-            distributions("members", members, rank=3, dense=True)
         return cls.computed(members, calibration, abstain_below)
 
     @classmethod
@@ -272,11 +260,7 @@ class Regression:
 
 
 def single(outputs: Tensor) -> Tensor:
-    """Return outputs of half precision in float32; float32 and float64 stay as they are.
-
-    >>> single(torch.zeros(1, dtype=torch.bfloat16)).dtype
-    torch.float32
-    """
+    """Return outputs of half precision in float32; float32 and float64 stay as they are."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 

@@ -12,10 +12,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from plures.arrays import labelled, numbers, soften
 from plures.errors import PluresError
 from plures.guarantees import Selection, adaptive_scores, ambiguity_scores, of_targets, quantile, select
 from plures.metrics import nll, temperature, tempered
-from plures.metrics.arrays import labelled, numbers, soften
 
 MARGINS = 101  # margins of members on demand: 0, 0.01, ..., 1
 
@@ -24,9 +24,6 @@ MARGINS = 101  # margins of members on demand: 0, 0.01, ..., 1
 class ClassCalibration:
     """What held-out samples taught a classifier.
 
-        calibration = ClassCalibration.fit(members, targets)  # [members, samples, classes], [samples]
-        calibration.probabilities(members)
-
     The scores are those of the uncalibrated probabilities: guarantees are exact only if nothing about the score was
     fitted on the samples that it is compared with.
     """
@@ -34,8 +31,6 @@ class ClassCalibration:
     kind: ClassVar[str] = "classes"
     temperatures: Tensor
     """[members]: the temperature of the mean of the first members; the last one is the ensemble's."""
-    member_temperatures: Tensor
-    """[members]: the temperature of each member; 1 without `per_member`."""
     nll: Tensor
     """[2]: the NLL of the held-out samples before and after."""
     probability: Tensor
@@ -51,7 +46,7 @@ class ClassCalibration:
     members, the share whose label no further member changes; it rises with the margin."""
 
     @classmethod
-    def fit(cls, members: Tensor, targets: Tensor, per_member: bool = False) -> Self:
+    def fit(cls, members: Tensor, targets: Tensor) -> Self:
         """Learn from the members' probabilities [members, samples, classes, ...] and targets [samples, ...]."""
         if members.dim() > 3 and targets.dim() == 1:
             raise PluresError(
@@ -63,27 +58,20 @@ class ClassCalibration:
             which = f"all {len(labels)} held-out targets are" if len(labels) > 1 else "the only held-out target is"
             raise PluresError(f"{which} class {int(labels[0])}: calibrate on data of several classes")
         plain = flat.mean(0)
-        own = torch.ones(len(flat), dtype=torch.float64)
-        if per_member:
-            own = torch.tensor([temperature(member, labels) for member in flat], dtype=torch.float64)
-        warmed = _each_tempered(flat, own.tolist())
-        if nll(tempered(warmed.mean(0), _best(warmed.mean(0), labels)), labels) > nll(plain, labels):
-            own, warmed = torch.ones_like(own), flat  # sharper members can make a worse mean
-        temperatures = [_best(warmed[: count + 1].mean(0), labels) for count in range(len(flat))]
-        after = nll(tempered(warmed.mean(0), temperatures[-1]), labels)
+        temperatures = [_best(flat[: count + 1].mean(0), labels) for count in range(len(flat))]
+        after = nll(tempered(plain, temperatures[-1]), labels)
         ordered = plain.sort(dim=1, descending=True, stable=True).indices
         rank = (ordered.eq(labels[:, None]).int().argmax(dim=1) + 1).int()
         # Places of one image are not drawn independently of each other: nothing is kept of them.
         some = slice(0, 0) if members.dim() > 3 else slice(None)
         return cls(
             torch.tensor(temperatures, dtype=torch.float64),
-            own,
             torch.tensor([nll(plain, labels), after], dtype=torch.float64),
             plain.gather(1, labels[:, None]).squeeze(1)[some],
             of_targets(adaptive_scores(plain), labels)[some],
             rank[some],
             plain.amax(1)[some],
-            _kept(warmed)[:, some],
+            _kept(flat)[:, some],
         )
 
     @property
@@ -101,20 +89,16 @@ class ClassCalibration:
         members, samples = self.temperatures.numel(), self.probability.numel()
         each = {name: [samples] for name in ("probability", "before", "rank", "confidence")}
         kept = [max(members - 1, 0), MARGINS if samples else 0]
-        return {"temperatures": [members], "member_temperatures": [members], "nll": [2], **each, "kept": kept}
+        return {"temperatures": [members], "nll": [2], **each, "kept": kept}
 
     @cached_property
-    def constants(self) -> tuple[list[float], list[float]]:
-        """The temperatures of the mean of the first members and of each member, as an exported program holds them."""
-        return self.temperatures.tolist(), self.member_temperatures.tolist()
-
-    def mean(self, members: Tensor) -> Tensor:
-        """Average the probabilities of the first members, [members or fewer, batch, classes, ...]."""
-        return _each_tempered(members, self.constants[1][: len(members)]).mean(0)
+    def constants(self) -> list[float]:
+        """The temperatures, as an exported program holds them."""
+        return self.temperatures.tolist()
 
     def probabilities(self, members: Tensor) -> Tensor:
         """Average and calibrate the probabilities of the first members, [members or fewer, batch, classes, ...]."""
-        return soften(self.mean(members), self.constants[0][len(members) - 1], axis=1)
+        return soften(members.mean(0), self.constants[len(members) - 1], axis=1)
 
     def sets(self, probabilities: Tensor, coverage: float, adaptive: bool, penalty: float, free: int) -> Tensor:
         """Return the classes in each sample's set, [batch, classes] of booleans, from uncalibrated probabilities."""
@@ -132,13 +116,11 @@ class ClassCalibration:
     def on_demand(self, members: Tensor, until: float) -> tuple[Tensor, Tensor]:
         """Return the probabilities of members on demand, [batch, classes], and the number of members run, [batch].
 
-            probabilities, used = calibration.on_demand(prediction.members, until=0.95)
-
         All members have predicted already: this evaluates the rule, and saves no passes.
         """
         used = torch.full(members.shape[1:2], len(members))
         for count in range(len(members) - 1, 0, -1):
-            first, second = self.mean(members[:count]).topk(2, dim=1).values.unbind(1)
+            first, second = members[:count].mean(0).topk(2, dim=1).values.unbind(1)
             used[first - second >= self.margins(until)[count - 1]] = count
         probabilities = torch.empty_like(members[0])
         for count in sorted(set(used.tolist())):
@@ -154,11 +136,8 @@ class ClassCalibration:
     def summary(self) -> str:
         """Return a description of one line."""
         before, after = self.nll.tolist()
-        words = f"temperature {self.temperature:.3f}"
-        if bool((self.member_temperatures != 1).any()):
-            words += " after one for each member"
         held_out = f" on {len(self.probability)} held-out samples" if len(self.probability) else ""
-        return f"calibrated{held_out}: {words}, NLL {before:.4f} -> {after:.4f}"
+        return f"calibrated{held_out}: temperature {self.temperature:.3f}, NLL {before:.4f} -> {after:.4f}"
 
     def _need_samples(self, what: str) -> None:
         if not len(self.probability):
@@ -171,8 +150,6 @@ class ClassCalibration:
 @dataclass(frozen=True, eq=False)
 class NumberCalibration:
     """What held-out samples taught a regression ensemble.
-
-        calibration = NumberCalibration.fit(mean, std, targets)  # all [samples, outputs]
 
     `scale` [outputs] is what standard deviations must be multiplied by to make the held-out targets most likely; the
     intervals use the uncalibrated ones, as do the sets of a classifier.
@@ -229,7 +206,7 @@ class NumberCalibration:
 Calibration = ClassCalibration | NumberCalibration
 PREFIX = "calibration."
 WHOLE = ("rank", "count")
-POSITIVE = ("temperatures", "member_temperatures", "scale")
+POSITIVE = ("temperatures", "scale")
 
 
 def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
@@ -269,12 +246,6 @@ def _best(probabilities: Tensor, labels: Tensor) -> float:
     return found if nll(tempered(probabilities, found), labels) <= nll(probabilities, labels) else 1.0
 
 
-def _each_tempered(members: Tensor, temperatures: list[float]) -> Tensor:
-    if all(own == 1 for own in temperatures):
-        return members
-    return torch.stack([soften(members[place], own, axis=1) for place, own in enumerate(temperatures)])
-
-
 def _kept(members: Tensor) -> Tensor:
     """Return the share of labels that stay the same, for each number of members and each margin."""
     final = members.mean(0).argmax(dim=1)
@@ -293,13 +264,11 @@ def _kept(members: Tensor) -> Tensor:
 
 
 def _rising(same: list[int], total: list[int]) -> list[tuple[float, int]]:
-    """Estimate a share that rises from bin to bin, with its number of samples: bins that fall are pooled.
-
-    This is isotonic regression. An empty bin joins the one below it.
-    """
+    """Estimate a share that rises from bin to bin, with its number of samples, by isotonic regression."""
     pools: list[list[int]] = []  # same, total, bins
     for kept, all_ in zip(same, total, strict=True):
         pools.append([kept, all_, 1])
+        # Bins that fall are pooled; an empty bin joins the one below it.
         while len(pools) > 1 and pools[-2][0] * pools[-1][1] >= pools[-1][0] * pools[-2][1]:
             last = pools.pop()
             pools[-1] = [mine + its for mine, its in zip(pools[-1], last, strict=True)]

@@ -39,10 +39,7 @@ def call(network: nn.Module, inputs: Any) -> Any:
 
 
 def call_with(network: nn.Module, values: Mapping[str, Tensor], at: Mapping[str, str], inputs: Any) -> Any:
-    """Call a network with other tensors in the place of its own; `at` is its `places`.
-
-    While it runs the tensors stand in the network, where every thread sees them: give a `shell` that is yours alone.
-    """
+    """Call a network that no other thread uses with other tensors in the place of its own; `at` is its `places`."""
     # Tied tensors are named one by one: to let torch look for them takes longer than a small layer runs.
     given = {place: values[first] for place, first in at.items() if first in values}
     return functional_call(network, given, *arguments(inputs), tie_weights=False)
@@ -71,16 +68,21 @@ def batch_of(inputs: Any) -> Tensor | None:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0), None)
 
 
-def rows_of(inputs: Any, rows: slice | Tensor) -> Arguments:
-    """Take some samples of a batch of inputs; what has another length than the batch goes along whole."""
+def each_batched(inputs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
+    """Change every tensor of a batch of inputs; what has another length than the batch goes along as it is."""
     args, kwargs = arguments(inputs)
     batch = batch_of(inputs)
 
-    def cut(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         batched = isinstance(value, Tensor) and value.dim() > 0 and batch is not None and len(value) == len(batch)
-        return value[rows.to(value.device) if isinstance(rows, Tensor) else rows] if batched else value
+        return change(value) if batched else value
 
-    return Arguments(tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()})
+    return Arguments(tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()})
+
+
+def rows_of(inputs: Any, rows: slice | Tensor) -> Arguments:
+    """Take some samples of a batch of inputs."""
+    return each_batched(inputs, lambda one: one[rows.to(one.device) if isinstance(rows, Tensor) else rows])
 
 
 def chunks(inputs: Any, size: int | None) -> Iterator[Any]:

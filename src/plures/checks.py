@@ -10,11 +10,7 @@ from plures.errors import PluresError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error: the known names that look like the unknown one.
-
-    >>> nearest("fc.wieght", ["fc.weight"])
-    '; did you mean fc.weight?'
-    """
+    """Return the end of an error: the known names that look like the unknown one."""
     matches = get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
@@ -49,11 +45,7 @@ MOST_MEMBERS = 255  # owners are single bytes, and one value is nobody's
 
 
 def check_members(members: Any, least: int = 1) -> int:
-    """Check a number of members, and return it as Python's own.
-
-    >>> check_members(5)
-    5
-    """
+    """Check a number of members, and return it as Python's own."""
     return whole_number("members", members, least=least, most=MOST_MEMBERS)
 
 

@@ -157,11 +157,7 @@ class Ensemble(Predictor, ABC):
             if not stage.committed:
                 stage.commit()
 
-    def summary(self) -> str:
-        """Describe the ensemble in a few lines: members, stages, sizes, and the size of its file.
-
-        print(ensemble.summary())
-        """
+    def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
         heading = f"{type(self).__name__} of {self.given.name} ({options}): {self._how_far()}"
         calibrated = [] if self.calibration is None else [self.calibration.summary()]
@@ -170,9 +166,6 @@ class Ensemble(Predictor, ABC):
     def _size_lines(self) -> list[str]:
         """Describe the size of the ensemble; a method with more details overrides this."""
         return [file_line(sum(tensor.nbytes for tensor in self.tensors().values()), self.given.nbytes)]
-
-    def __repr__(self) -> str:
-        return self.summary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}  # a copy has no part in the stages of this ensemble
@@ -220,7 +213,7 @@ class Ensemble(Predictor, ABC):
                 overwrite(tensor, stored.read(name, tensor.shape), name)
 
 
-SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "optimize_masks")
+SHOWN_OPTIONS = ("members", "passes", "classifier", "granularity", "schedule", "optimize_masks")
 
 
 def file_line(stored: float, plain: float) -> str:

@@ -72,11 +72,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def digest(*parts: Any, length: int = 16) -> str:
-    """Return a checksum of bytes, as a number of hexadecimal digits.
-
-    >>> digest(b"plures") == digest(b"plu", b"res")
-    True
-    """
+    """Return a checksum of bytes, as a number of hexadecimal digits."""
     total = hashlib.sha256()
     for part in parts:
         total.update(part)
@@ -84,11 +80,7 @@ def digest(*parts: Any, length: int = 16) -> str:
 
 
 def sealed(text: str) -> str:
-    """Put the checksum of a text before it, so that `unsealed` can tell whether it has changed.
-
-    >>> unsealed(sealed("plures")), unsealed(sealed("plures") + "!")
-    ('plures', None)
-    """
+    """Put the checksum of a text before it, so that `unsealed` can tell whether it has changed."""
     return f"{digest(text.encode())} {text}"
 
 

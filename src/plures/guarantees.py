@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plures.arrays import Array, distributions, numbers, tensor
 from plures.checks import number, whole_number
 from plures.errors import PluresError
-from plures.metrics.arrays import Array, distributions, numbers, tensor
 
 
 class Selection(NamedTuple):

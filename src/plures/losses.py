@@ -60,11 +60,7 @@ class GaussianNLL:
 
 
 def mean_and_variance(outputs: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
-    """Split what a network returns into means and variances.
-
-    >>> mean_and_variance(torch.tensor([[3.0, 0.0]]))
-    (tensor([[3.]]), tensor([[1.]]))
-    """
+    """Split what a network returns into means and variances."""
     if outputs.dim() <= axis or outputs.shape[axis] % 2:
         raise PluresError(
             f"the network returned {list(outputs.shape)}; means and log-variances need [batch, 2 d], an even number"
@@ -79,38 +75,22 @@ CLASS_LOSSES = (CrossEntropy, nn.CrossEntropyLoss)
 
 
 def is_for_numbers(loss: Loss) -> bool:
-    """Return whether a loss is known to train regression.
-
-    >>> is_for_numbers(F.mse_loss), is_for_numbers(F.cross_entropy)
-    (True, False)
-    """
+    """Return whether a loss is known to train regression."""
     return isinstance(loss, (GaussianNLL, *NUMBER_LOSSES)) or any(loss is getattr(F, name) for name in NUMBERS)
 
 
 def is_for_classes(loss: Loss) -> bool:
-    """Return whether a loss is known to train classification.
-
-    >>> is_for_classes(F.cross_entropy), is_for_classes(lambda outputs, targets: outputs.sum())
-    (True, False)
-    """
+    """Return whether a loss is known to train classification."""
     return loss is F.cross_entropy or isinstance(loss, CLASS_LOSSES)
 
 
 def class_axis(loss: Loss) -> int:
-    """Return the axis of a network's output that holds the classes.
-
-    >>> class_axis(CrossEntropy(class_axis=-1)), class_axis(F.cross_entropy)
-    (-1, 1)
-    """
+    """Return the axis of a network's output that holds the classes."""
     return loss.class_axis if isinstance(loss, CrossEntropy) else 1
 
 
 def as_json(loss: Loss) -> dict[str, Any] | None:
-    """Return the description of a loss in a file, or None for a custom loss.
-
-    >>> as_json(CrossEntropy(class_axis=-1))
-    {'name': 'CrossEntropy', 'class_axis': -1}
-    """
+    """Return the description of a loss in a file, or None for a custom loss."""
     if isinstance(loss, CrossEntropy):
         return {"name": "CrossEntropy", "class_axis": loss.class_axis}
     if isinstance(loss, GaussianNLL):
@@ -121,11 +101,7 @@ def as_json(loss: Loss) -> dict[str, Any] | None:
 
 
 def from_json(description: dict[str, Any] | None) -> Loss | None:
-    """Return the loss that a file describes, or None.
-
-    >>> from_json({"name": "GaussianNLL"})
-    GaussianNLL()
-    """
+    """Return the loss that a file describes, or None."""
     match description:
         case {"name": "CrossEntropy", "class_axis": int(axis)}:
             return CrossEntropy(axis)
@@ -137,19 +113,11 @@ def from_json(description: dict[str, Any] | None) -> Loss | None:
 
 
 def name_of(loss: Loss) -> str:
-    """Return the name of a loss for an error message.
-
-    >>> name_of(F.mse_loss), name_of(nn.MSELoss())
-    ('mse_loss', 'MSELoss')
-    """
+    """Return the name of a loss for an error message."""
     return getattr(loss, "__name__", type(loss).__name__)
 
 
 def classes_second(outputs: Tensor, loss: Loss) -> Tensor:
-    """Move the classes of [members, batch, ...] to the axis after the batch, as every ensemble returns them.
-
-    >>> classes_second(torch.zeros(5, 8, 20, 3), CrossEntropy(class_axis=-1)).shape
-    torch.Size([5, 8, 3, 20])
-    """
+    """Move the classes of [members, batch, ...] to the axis after the batch, as every ensemble returns them."""
     axis = class_axis(loss)
     return outputs if axis == 1 else torch.movedim(outputs, axis + 1 if axis >= 0 else axis, 2)

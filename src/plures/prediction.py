@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from plures.answers import Prediction, Regression
 from plures.calibration import Calibration, ClassCalibration, NumberCalibration
-from plures.calling import Arguments, Lender, arguments, batch_of, chunks, refuse_nan, rows_of
+from plures.calling import Lender, arguments, batch_of, chunks, each_batched, refuse_nan, rows_of
 from plures.checks import number
 from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
@@ -108,25 +108,23 @@ class Predictor(nn.Module):
         found = self._calibration_of(NumberCalibration, len(outputs)) if calibrated else None
         return Regression.from_outputs(outputs, variance=isinstance(self.loss, GaussianNLL), calibration=found)
 
-    def calibrate(
-        self, inputs: Any, targets: Any = None, *, batch_size: int | None = None, per_member: bool = False
-    ) -> Self:
+    def calibrate(self, inputs: Any, targets: Any = None, *, batch_size: int | None = None) -> Self:
         """Calibrate the confidence on held-out data, and return the ensemble.
 
             ensemble.calibrate(held_out_images, held_out_labels, batch_size=256)
             ensemble.calibrate(held_out_loader)  # batches of inputs and targets
             ensemble.calibrate(None)  # remove the calibration
 
-        A temperature is fitted after averaging (with `per_member`, also one for each member before averaging). The
-        scores that `Prediction.sets`, `Prediction.abstain`, `Regression.interval` and members on demand need are kept.
-        `plures.save` stores all of this. Use data that you neither train on nor report results on.
+        A temperature is fitted after averaging. The scores that `Prediction.sets`, `Prediction.abstain`,
+        `Regression.interval` and members on demand need are kept. `plures.save` stores all of this. Use data that you
+        neither train on nor report results on.
         """
         if inputs is None:
             self.calibration = None
             return self
         before, self.calibration = self.calibration, None
         try:
-            self.calibration = self._fitted(_batches(inputs, targets), batch_size, per_member)
+            self.calibration = self._fitted(_batches(inputs, targets), batch_size)
         except PluresError:
             self.calibration = before
             raise
@@ -144,10 +142,7 @@ class Predictor(nn.Module):
         return self
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
-        """Return the outputs of all trained members, or of those at some places among them, for several batches.
-
-        The batches are joined. A method whose members can be run apart overrides this.
-        """
+        """Return the outputs for several batches, joined, of all trained members or of some (places among them)."""
         raw = [nn.Module.__call__(self, *args, **kwargs) for args, kwargs in map(arguments, batches)]
         outputs = torch.cat(raw, dim=1)
         return outputs if chosen is None else outputs[list(chosen)]
@@ -175,7 +170,7 @@ class Predictor(nn.Module):
         batch = batch_of(inputs)
         if batch is not None and not len(batch):
             # Few layers take a batch of nothing: a sample of zeros shows the shape of the answer.
-            one = Arguments(*(_like_one(part, batch) for part in rows_of(inputs, slice(None))))
+            one = each_batched(inputs, lambda empty: empty.new_zeros(1, *empty.shape[1:]))
             return classes_second(self._outputs([one], chosen), self.loss)[:, :0]
         try:
             outputs = self._outputs(list(chunks(inputs, batch_size)), chosen)
@@ -211,9 +206,9 @@ class Predictor(nn.Module):
             logits = classes_second(self._ask(index, list(chunks(rows_of(inputs, open_), batch_size)))[None], self.loss)
             asked = Prediction.from_logits(logits).members
             members = asked if members is None else torch.cat([members, asked])
-            first, second = calibration.mean(members).topk(2, dim=1).values.unbind(1)
+            first, second = members.mean(0).topk(2, dim=1).values.unbind(1)
             done = first - second >= enough
-            found.append((open_[done.cpu()], Prediction.from_members(members[:, done], abstain_below, calibration)))
+            found.append((open_[done.cpu()], Prediction.computed(members[:, done], calibration, abstain_below)))
             members, open_ = members[:, ~done], open_[~done.cpu()]
             if not len(open_):
                 break
@@ -228,7 +223,7 @@ class Predictor(nn.Module):
             )
         return found
 
-    def _fitted(self, batches: Iterable[tuple[Any, Tensor]], size: int | None, per_member: bool) -> Calibration:
+    def _fitted(self, batches: Iterable[tuple[Any, Tensor]], size: int | None) -> Calibration:
         answers: list[Prediction | Regression] = []
         truth = []
         numbers = not is_for_classes(self.loss)
@@ -242,7 +237,7 @@ class Predictor(nn.Module):
             raise PluresError("there are no held-out samples: calibrate on at least one, better on a few hundred")
         members = torch.cat([one.members.cpu() for one in answers], dim=1)
         if not numbers:
-            return ClassCalibration.fit(members, torch.cat(truth), per_member)
+            return ClassCalibration.fit(members, torch.cat(truth))
         means, stds = (torch.cat([getattr(one, name).cpu() for one in answers]) for name in ("mean", "std"))
         return NumberCalibration.fit(means, stds, torch.cat(truth), len(members))
 
@@ -284,11 +279,3 @@ def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise PluresError(f"the targets are not numbers ({error}): give them as one tensor") from error
         yield pair[0], numbers
-
-
-def _like_one(part: Any, batch: Tensor) -> Any:
-    def one(value: Any) -> Any:
-        empty = isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(batch)
-        return value.new_zeros(1, *value.shape[1:]) if empty else value
-
-    return {name: one(value) for name, value in part.items()} if isinstance(part, dict) else tuple(map(one, part))

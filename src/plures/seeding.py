@@ -22,11 +22,7 @@ def seed_of(*key: object) -> int:
 
 
 def check_seed(seed: object) -> int:
-    """Refuse what is not a seed; return it as Python's own number, which JSON can hold.
-
-    >>> check_seed(np.int64(3))
-    3
-    """
+    """Refuse what is not a seed; return it as Python's own number, which JSON can hold."""
     return whole_number("seed", seed, least=0, most=LARGEST_SEED)
 
 

@@ -106,7 +106,7 @@ class Stage(nn.Module):
         # Every process has its own record: DDP must not broadcast it in every step.
         self._ddp_params_and_buffers_to_ignore = [f"record.{name}" for name, _ in self.record.named_buffers()]
         self._commit = commit
-        self._heads = 1  # how many losses are added up
+        self.heads = 1  # how many losses are added up: a mean divides by it
         self._resumed = False
         self.register_load_state_dict_post_hook(_note_resumption)  # type: ignore[no-untyped-call]
         self._start = {name: None for name, one in self.named_parameters() if one.requires_grad}
@@ -146,7 +146,7 @@ class Stage(nn.Module):
         if self.training and torch.is_grad_enabled():
             plain = _unwrapped(self.loss)
             known = is_for_classes(plain) and logits.dim() > 1
-            chance = self._heads * math.log(logits.shape[class_axis(plain)]) if known else None
+            chance = self.heads * math.log(logits.shape[class_axis(plain)]) if known else None
             args, kwargs = arguments(inputs)
             self.record.add(loss, chance, [*args, *kwargs.values(), targets])
         return loss
@@ -197,7 +197,7 @@ class Stage(nn.Module):
         elif 0 < steps < FEW_STEPS and not self._resumed:
             log.warning(f"stage '{self.name}' is committed after only {steps} training steps")
         elif steps and chance and (loss := self.record.recent_loss()) > NO_BETTER * chance:
-            classes = round(math.exp(chance / self._heads))
+            classes = round(math.exp(chance / self.heads))
             log.warning(
                 f"stage '{self.name}' ends with a loss of {loss:.2f}, no better than chance ({chance:.2f} for "
                 f"{classes} classes): train it for more steps, or with another learning rate"

@@ -126,10 +126,7 @@ def load(
 
 
 def refill(ensemble: Ensemble, path: str | Path) -> None:
-    """Bring an ensemble to where a file is that an ensemble of the same network, method and options wrote.
-
-    It keeps its loss.
-    """
+    """Give an ensemble, but for its loss, the state in a file of the same network, method and options."""
     path = Path(path)
 
     def fill(document: dict[str, Any], stored: Stored) -> None:
@@ -184,9 +181,7 @@ def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str,
         raise PluresError(f"{path} is damaged or not a safetensors file: {error}") from None
     except PluresError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever a forged header leads to: wrong types, missing keys, numbers beyond all bounds
+    except Exception as error:  # a forged header: wrong types, missing keys, numbers beyond all bounds
         raise PluresError(f"{path} cannot be read as an ensemble: {type(error).__name__}: {error}") from error
 
 

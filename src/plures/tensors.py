@@ -17,22 +17,11 @@ Layer = nn.Linear | _ConvNd
 Moments = dict[str, tuple[float, float]]
 Structure = TypeVar("Structure")
 # Layers whose parameters start from random numbers.
-DRAWN = (
-    nn.Linear,
-    _ConvNd,
-    nn.MultiheadAttention,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.RNNBase,
-    nn.RNNCellBase,
-)
+DRAWN = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase)
 
 
 def moments(network: nn.Module) -> Moments:
     """Measure mean and standard deviation of every tensor that a fresh start draws anew.
-
-        >>> moments(nn.LayerNorm(8))
-        {}
 
     These are the parameters of linear, convolution, attention, recurrent and embedding layers that are not constant.
     All others (norm layers, tokens, buffers, frozen tables) start from the values that the network was given with.
@@ -80,9 +69,6 @@ def restart(network: nn.Module, known: Moments, names: Iterable[str], seed: int,
 def tensors(network: nn.Module) -> dict[str, Tensor]:
     """List the tensors that make up a network's state, tied ones under each of their names.
 
-        >>> list(tensors(nn.BatchNorm1d(3)))
-        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
-
     Buffers that are not saved (`persistent=False`) are part of the architecture and not listed.
     """
     kept = network.state_dict(keep_vars=True)
@@ -92,40 +78,24 @@ def tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 def own_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """List the tensors of a network's state once each: tied ones under their first name.
-
-    >>> list(own_tensors(nn.Linear(2, 3)))
-    ['weight', 'bias']
-    """
+    """List the tensors of a network's state once each: tied ones under their first name."""
     first = canonical(network)
     return {name: tensor for name, tensor in tensors(network).items() if first[name] == name}
 
 
 def canonical(network: nn.Module) -> dict[str, str]:
-    """Map each name of a tensor to the first name that the same tensor has.
-
-    >>> canonical(nn.Linear(2, 3))
-    {'weight': 'weight', 'bias': 'bias'}
-    """
+    """Map each name of a tensor to the first name that the same tensor has."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors(network).items()}
 
 
 def aliases(network: nn.Module) -> dict[str, str]:
-    """Return the tied tensors: each further name, mapped to the first one of the same tensor.
-
-    >>> aliases(nn.Linear(2, 3))
-    {}
-    """
+    """Return the tied tensors: each further name, mapped to the first one of the same tensor."""
     return {name: first for name, first in canonical(network).items() if name != first}
 
 
 def places(network: nn.Module) -> dict[str, str]:
     """Return every place of a module that holds a tensor, mapped to the first name of that tensor.
-
-        >>> layer = nn.Linear(2, 2)
-        >>> places(nn.ModuleDict({"one": layer, "same": layer}))
-        {'one.weight': 'one.weight', 'one.bias': 'one.bias'}
 
     Tied tensors have several places. A module registered under two names has two names for one place.
     """
@@ -149,10 +119,7 @@ def shell(network: Structure) -> Structure:
 
 
 def overwrite(tensor: Tensor, value: Tensor, name: str) -> None:
-    """Copy a value into a tensor of the same shape; one that would only broadcast is refused.
-
-    Numbers with fractions may come in another precision; all else must have the very type.
-    """
+    """Copy a value into a tensor of the same shape and, but for the precision of fractions, of the same type."""
     if tensor.shape != value.shape:
         raise PluresError(f"tensor {name!r} has shape {list(value.shape)}; expected {list(tensor.shape)}")
     if tensor.dtype != value.dtype and not (tensor.is_floating_point() and value.is_floating_point()):
@@ -180,9 +147,6 @@ def all_frozen(network: nn.Module) -> PluresError:
 def layers(network: nn.Module) -> dict[str, Layer]:
     """Return the linear and convolution layers that a network calls, by name, in the order of their creation.
 
-        >>> list(layers(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4))))
-        ['0', '3']
-
     The projection inside of `nn.MultiheadAttention` is not among them: its weight is used, but it is never called.
     """
     check_network(network)
@@ -196,11 +160,7 @@ def layers(network: nn.Module) -> dict[str, Layer]:
 
 
 def inner_names(names: Iterable[str]) -> dict[str, str]:
-    """Return names under which a module can register tensors: without dots, and never an attribute's.
-
-    >>> inner_names(["bn.weight"])
-    {'bn.weight': '0:bn/weight'}
-    """
+    """Return names under which a module can register tensors: without dots, and never an attribute's."""
     return {name: f"{index}:{name.replace('.', '/')}" for index, name in enumerate(names)}
 
 

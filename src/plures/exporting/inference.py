@@ -73,22 +73,14 @@ class Inference(nn.Module):
 
 
 def named_tensors(given: Arguments) -> dict[str, Tensor]:
-    """Return the tensors among arguments by name: `inputs`, `inputs_1`, ... by position, others by their own name.
-
-    >>> list(named_tensors(arguments({"pixel_values": torch.zeros(1)})))
-    ['pixel_values']
-    """
+    """Return the tensors among arguments by name: `inputs`, `inputs_1`, ... by position, others by their own name."""
     places = [f"inputs_{place}" if place else "inputs" for place in range(len(given.args))]
     named = dict(zip(places, given.args, strict=True)) | given.kwargs
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 class SplitMembers(nn.Module):
-    """Run each member as a network of its own; shared tensors and split weights are stored once.
-
-    A split weight is kept whole, with its owners packed; each member's part is cut out of it by operations that a
-    runtime folds when it loads the file.
-    """
+    """Run each member as a network of its own; shared tensors and split weights are stored once."""
 
     def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
@@ -137,7 +129,10 @@ class _Whole(nn.Module):
 
 
 class _Split(nn.Module):
-    """A weight that every member owns a part of."""
+    """A weight that every member owns a part of, kept whole with its owners packed.
+
+    Each part is cut out of it by operations that a runtime folds when it loads the file.
+    """
 
     weight: Tensor
     packed: Tensor
@@ -160,11 +155,7 @@ class _Split(nn.Module):
 
 
 def pack_bytes(digits: Tensor, base: int) -> Tensor:
-    """Pack small integers into bytes, as digits of a base; every runtime divides numbers below 256 exactly.
-
-    >>> pack_bytes(torch.tensor([4, 0, 1, 2]), base=5)
-    tensor([29,  2], dtype=torch.uint8)
-    """
+    """Pack small integers into bytes, as digits of a base; every runtime divides numbers below 256 exactly."""
     powers = _powers(base)
     flat = digits.reshape(-1).long()
     padded = torch.cat([flat, flat.new_zeros(-len(flat) % len(powers))]).reshape(-1, len(powers))
@@ -172,11 +163,7 @@ def pack_bytes(digits: Tensor, base: int) -> Tensor:
 
 
 def unpack_bytes(packed: Tensor, base: int, count: int) -> Tensor:
-    """Unpack `count` digits, by division and remainder.
-
-    >>> unpack_bytes(torch.tensor([29, 2], dtype=torch.uint8), base=5, count=4)
-    tensor([4, 0, 1, 2], dtype=torch.int32)
-    """
+    """Unpack `count` digits, by division and remainder."""
     # Division of whole numbers takes a file many more operators. The half keeps every quotient away from whole ones.
     quotients = ((packed.float() + 0.5).unsqueeze(1) / _powers(base).float().to(packed.device)).floor().int()
     return quotients.remainder(max(base, 2)).reshape(-1)[:count]

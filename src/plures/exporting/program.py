@@ -79,21 +79,14 @@ def line_of(frames: Sequence[tuple[str, str, str]]) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """Return the class and the first line of an error.
-
-    >>> brief(ValueError("too large"))
-    'ValueError: too large'
-    """
+    """Return the class and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
 
 
 def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | None:
-    """Make every active dropout drop the same entries of every sample, in every run of the program.
-
-    A file has no random numbers that follow from a seed: each pass of MC dropout becomes a fixed member. None is
-    returned if nothing is random.
-    """
+    """Make every active dropout drop the same entries in every run; return None if nothing is random."""
+    # A file has no random numbers that follow from a seed: each pass of MC dropout becomes a fixed member.
     graph, random = module.graph, generator(seed, "exported passes")
     draws = [node for node in graph.nodes if node.target in _DRAWS]
     for number, node in enumerate(draws):

@@ -2,11 +2,13 @@
 
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from timeit import Timer
 from typing import Any
 
 import msgspec
@@ -15,10 +17,9 @@ from torch import nn
 
 from plures import files
 from plures.ensemble import Ensemble
-from plures.errors import PluresError
 from plures.lab.data import DataInfo
-from plures.lab.runs.folder import Number, RunFolder, read_object
-from plures.lab.runs.open import device_for, network_for, open_run
+from plures.lab.runs.folder import Number, read_object
+from plures.lab.runs.open import device_for
 from plures.methods.deterministic import Deterministic
 from plures.prediction import Predictor
 from plures.storage import save
@@ -44,16 +45,7 @@ class Costs:
 def kept_costs(folder: Path) -> Costs | None:
     """Return the costs that are stored with a run, or None."""
     path = folder / "costs.json"
-    if not files.is_file(path):
-        return None
-    return msgspec.convert(read_object(path, Costs, "remove it"), Costs)
-
-
-def size_of(folder: Path, *, trust_code: bool = False) -> Costs:
-    """Return the size of a finished run relative to one network, without timing anything."""
-    run = open_run(folder, trust_code=trust_code)
-    network = network_for(run.recipe, len(run.info.classes), run.info.channels, run.info.size)
-    return Costs(RunFolder(folder).ensemble.stat().st_size / file_size(Deterministic(network)))
+    return msgspec.convert(read_object(path, Costs, "remove it"), Costs) if files.is_file(path) else None
 
 
 def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info: DataInfo, epochs: float) -> Costs:
@@ -78,10 +70,6 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
 
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
     """Return the training of a log in epochs of one network that sees `plain` images per second.
-
-        >>> log = [{"stage": "train", "images_per_second": speed} for speed in (40, 50)]
-        >>> epochs_of(log, plain=100)
-        4.0
 
     The fastest epoch of a stage counts for all: other processes make some epochs longer, and none shorter.
     """
@@ -114,19 +102,10 @@ def timed(actions: Sequence[Action], rounds: int, *, clock: Clock, shortest: flo
     """
     for action in dict.fromkeys(actions):
         action()  # to warm up
-    times = [max(1, round(shortest / max(_seconds(one, 1, clock), 1e-6))) if shortest else 1 for one in actions]
-    found: list[list[float]] = [[] for _ in actions]
-    for _ in range(rounds):
-        for action, count, own in zip(actions, times, found, strict=True):
-            own.append(_seconds(action, count, clock))
-    return found
-
-
-def _seconds(action: Action, count: int, clock: Clock) -> float:
-    start = clock()
-    for _ in range(count):
-        action()
-    return (clock() - start) / count
+    timers = [Timer(action, timer=clock) for action in actions]
+    counts = [max(1, round(shortest / max(timer.timeit(1), 1e-6))) if shortest else 1 for timer in timers]
+    found = [[timer.timeit(count) / count for timer, count in zip(timers, counts, strict=True)] for _ in range(rounds)]
+    return [list(own) for own in zip(*found, strict=True)]
 
 
 def file_size(ensemble: Ensemble) -> int:
@@ -136,28 +115,19 @@ def file_size(ensemble: Ensemble) -> int:
         with tempfile.TemporaryDirectory() as folder:
             save(ensemble, Path(folder) / "single")
             return (Path(folder) / "single").stat().st_size
-    except OSError as error:
-        raise PluresError(
-            f"cannot write a temporary file: {error.strerror}; free some space and start again"
-        ) from error
     finally:
         ensemble.calibration = learned
 
 
 def machine() -> dict[str, str | int]:
-    """Return the processor and the versions that measure.
-
-    >>> machine()["plures"] == plures.__version__
-    True
-    """
+    """Return the processor and the versions that measure."""
     about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    model = re.search(r"^model name\s*: (.*)$", about.read_text() if about.exists() else "", re.MULTILINE)
     return {
         "plures": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": next(models, platform.processor() or "unknown"),
+        "processor": model[1] if model else platform.processor() or "unknown",
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 1,

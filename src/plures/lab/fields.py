@@ -8,14 +8,7 @@ from plures.errors import PluresError
 
 
 def check_fields(values: Any, kind: type, prefix: str = "") -> None:
-    """Raise an error that names all fields of a wrong type or out of bounds.
-
-        class Recipe:
-            def __post_init__(self) -> None:
-                check_fields(self, Recipe)
-
-    `kind` is the dataclass whose fields are checked, of which `values` is an instance.
-    """
+    """Raise an error that names all fields of the dataclass `kind` that have a wrong type or are out of bounds."""
     wrong = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         value = getattr(values, name)

@@ -10,7 +10,6 @@ import operator
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -26,61 +25,30 @@ if TYPE_CHECKING:
 NOT_OPTIONS = ("self", "network", "members", "seed", "roles", "loss", "measured")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Settings of a method that differ from those of others."""
-
-    longer: float = 1.0  # times the epochs of others
-    members: int | None = None  # whatever the recipe says
-
-
-# In the paper, methods whose members share one set of weights train for 500 epochs instead of 200, and MIMO has two
-# members: a ResNet has no capacity for more. Wide ResNets are as in the MIMO paper: the same epochs for all methods.
-UNUSUAL = {"batch-ensemble": Facts(longer=2.5), "masksembles": Facts(longer=2.5), "mimo": Facts(members=2)}
-UNUSUAL_WIDE = {"batch-ensemble": Facts(members=4), "mimo": Facts(members=3)}
-
-
 def kebab(name: str) -> str:
-    """Return a Python name as it is written on the command line.
-
-    >>> kebab("MCDropout")
-    'mc-dropout'
-    """
+    """Return a Python name as it is written on the command line: mc-dropout for MCDropout."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower().replace("_", "-")
 
 
 METHOD_NAMES = {kebab(name): name for name in METHODS}
 
 
-def facts(method: str, *, wide: bool = False) -> Facts:
-    """Return the facts of a method, named as on the command line or by its class; raise an error for other names.
-
-        >>> facts("mimo").members, facts("BatchEnsemble").longer
-        (2, 2.5)
-
-    They differ for `wide` ResNets.
-    """
-    method = method if is_code(method) else kebab(method)
-    if method not in METHOD_NAMES and not is_code(method):
-        raise unknown("method", method, [*METHOD_NAMES, "module:Class"])
-    return (UNUSUAL_WIDE if wide else UNUSUAL).get(method, Facts())
+def known_method(method: str) -> str:
+    """Return the name of a method, given by it or by its class, on the command line; raise an error for other names."""
+    if is_code(method):
+        return method
+    if kebab(method) not in METHOD_NAMES:
+        raise unknown("method", kebab(method), [*METHOD_NAMES, "module:Class"])
+    return kebab(method)
 
 
 def is_code(name: str) -> bool:
-    """Return whether the name of a method or network is the user's own code.
-
-    >>> is_code("mypackage.networks:small"), is_code("resnet18")
-    (True, False)
-    """
+    """Return whether the name of a method or network is the user's own code, as mypackage.networks:small is."""
     return ":" in name
 
 
 def short_name(method: str) -> str:
-    """Return the name of a method in tables and folders.
-
-    >>> short_name("deep-ensemble"), short_name("mypackage.methods:TwoHeads")
-    ('deep-ensemble', 'two-heads')
-    """
+    """Return the name of a method in tables and folders: two-heads for mypackage.methods:TwoHeads."""
     return kebab(method.rpartition(":")[2])
 
 
@@ -101,7 +69,7 @@ def imported(kind: str, name: str) -> Any:
 
 def method_class(name: str) -> type["Ensemble"]:
     """Return the class of a method by its name on the command line."""
-    facts(name)
+    known_method(name)
     if not is_code(name):
         return getattr(import_module(METHODS[METHOD_NAMES[name]]), METHOD_NAMES[name])  # type: ignore[no-any-return]
     from plures.ensemble import Ensemble
@@ -174,11 +142,7 @@ LOOKS = {
 
 
 def looks_of(names: Iterable[str]) -> dict[str, Look]:
-    """Return a look for every name, each different: a method has its own, any other name one that is left.
-
-    >>> looks_of(["mimo", "my-method"])["mimo"].marker
-    'D'
-    """
+    """Return a look for every name, each different: a method has its own, any other name one that is left."""
     every = list(LOOKS.values())
     found = {name: LOOKS.get(name) for name in names}
     for place, name in enumerate([name for name, look in found.items() if look is None]):
@@ -189,10 +153,6 @@ def looks_of(names: Iterable[str]) -> dict[str, Look]:
 
 
 def place_of(name: str) -> tuple[int, str]:
-    """Return the sort key of a row: methods in the order of the paper, then others by name.
-
-    >>> sorted(["my-method", "mimo granularity=2", "deterministic"], key=place_of)
-    ['deterministic', 'mimo granularity=2', 'my-method']
-    """
+    """Return the sort key of a row: methods in the order of the paper, then others by name."""
     method = name.partition(" ")[0]
     return (list(LOOKS).index(method) if method in LOOKS else len(LOOKS), name)

@@ -7,7 +7,8 @@ names of torchvision, so that its weights can be loaded.
 import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -108,26 +109,20 @@ class ResNet(nn.Module):
         block: type[BasicBlock] | type[Bottleneck],
         blocks: Sequence[int],
         classes: int,
-        channels: int,
-        width: int,
-        stem: Stem,
+        channels: int = 3,
+        width: int = 64,
+        stem: Stem = "cifar",
     ) -> None:
         super().__init__()
         check_sizes(classes=classes, channels=channels, width=width)
         self.conv1, self.maxpool = stem_layers(stem, channels, width)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
-        inputs = width
         self.stages = [f"layer{number}" for number in range(1, len(blocks) + 1)]
-        for index, (stage, count) in enumerate(zip(self.stages, blocks, strict=True)):
-            layers = []
-            for position in range(count):
-                stride = 2 if index > 0 and position == 0 else 1
-                layers.append(block(inputs, width << index, stride))
-                inputs = (width << index) * block.expansion
-            self.add_module(stage, nn.Sequential(*layers))
+        for name, stage in zip(self.stages, _stages(block, blocks, width, width), strict=True):
+            self.add_module(name, stage)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(inputs, classes)
+        self.fc = nn.Linear((width << len(blocks) - 1) * block.expansion, classes)
         kaiming_init(self)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -136,40 +131,6 @@ class ResNet(nn.Module):
         for stage in self.stages:
             out = self.get_submodule(stage)(out)
         return self.fc(self.avgpool(out).flatten(1))  # type: ignore[no-any-return]
-
-
-def resnet8(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
-    """Return the smallest CIFAR ResNet: three stages of one block.
-
-    78,042 parameters for 10 classes.
-    """
-    return ResNet(BasicBlock, [1, 1, 1], classes, channels, width, stem)
-
-
-def resnet20(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> ResNet:
-    """Return the CIFAR ResNet of 20 layers: three stages of three blocks.
-
-    272,474 parameters for 10 classes: 2,752 more than in the paper (269,722), because shortcuts that change the width
-    are 1x1 convolutions with batch norm (the paper's option B), as in all other networks here, not padding (option A).
-    """
-    return ResNet(BasicBlock, [3, 3, 3], classes, channels, width, stem)
-
-
-def resnet18(classes: int, channels: int = 3, width: int = 64, stem: Stem = "cifar") -> ResNet:
-    """Return a ResNet of 18 layers: four stages of two blocks.
-
-    network = resnet18(classes=10)             # 11,173,962 parameters
-    network = resnet18(classes=10, width=16)   # quarter width, a sixteenth of the weights
-    """
-    return ResNet(BasicBlock, [2, 2, 2, 2], classes, channels, width, stem)
-
-
-def resnet50(classes: int, channels: int = 3, width: int = 64, stem: Stem = "imagenet") -> ResNet:
-    """Return a ResNet of 50 layers: four stages of bottleneck blocks.
-
-    network = resnet50(classes=200)   # 23,508,032 parameters, without the classifier
-    """
-    return ResNet(Bottleneck, [3, 4, 6, 3], classes, channels, width, stem)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -181,6 +142,7 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 class PreActivationBlock(nn.Module):
     """Two 3x3 convolutions, each after batch norm and ReLU, beside a shortcut."""
 
+    expansion = 1
     traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
@@ -203,21 +165,27 @@ class PreActivationBlock(nn.Module):
         return out + self.shortcut(activated if self.changes_shape else x)  # type: ignore[no-any-return]
 
 
+Block = BasicBlock | Bottleneck | PreActivationBlock
+
+
 class WideResNet(nn.Module):
-    """A stem, three stages of pre-activation blocks, mean pooling and a classifier."""
+    """A stem, three stages of pre-activation blocks, mean pooling and a classifier; the depth is 6 n + 4.
+
+    The stages have 1, 2 and 4 times width x widen channels.
+    """
 
     traceable = True  # for the training engine: forward does nothing but call layers and add
 
-    def __init__(self, depth: int, widen: int, classes: int, channels: int, width: int, stem: Stem) -> None:
+    def __init__(
+        self, classes: int, channels: int = 3, depth: int = 28, widen: int = 10, width: int = 16, stem: Stem = "cifar"
+    ) -> None:
         super().__init__()
         check_sizes(widen=widen, classes=classes, channels=channels, width=width)
         blocks, rest = divmod(depth - 4, 6)
         if blocks < 1 or rest:
             raise PluresError(f"the depth of a wide ResNet must be 10, 16, 22, 28, ... (6 n + 4), but is {depth}")
         self.conv1, self.maxpool = stem_layers(stem, channels, width)
-        self.layer1 = _stage(width, width * widen, blocks, stride=1)
-        self.layer2 = _stage(width * widen, 2 * width * widen, blocks, stride=2)
-        self.layer3 = _stage(2 * width * widen, 4 * width * widen, blocks, stride=2)
+        self.layer1, self.layer2, self.layer3 = _stages(PreActivationBlock, [blocks] * 3, width, width * widen)
         self.bn = nn.BatchNorm2d(4 * width * widen)
         self.relu = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -230,39 +198,26 @@ class WideResNet(nn.Module):
         return self.fc(self.avgpool(self.relu(self.bn(out))).flatten(1))  # type: ignore[no-any-return]
 
 
-def wide_resnet(
-    classes: int, channels: int = 3, depth: int = 28, widen: int = 10, width: int = 16, stem: Stem = "cifar"
-) -> WideResNet:
-    """Return a wide ResNet of any depth (6 n + 4).
-
-    The three stages have 1, 2 and 4 times width x widen channels.
-    """
-    return WideResNet(depth, widen, classes, channels, width, stem)
-
-
-def wide_resnet28_10(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> WideResNet:
-    """Return the wide ResNet that papers compare on CIFAR.
-
-    network = wide_resnet28_10(classes=10)   # 36,479,194 parameters
-    """
-    return WideResNet(28, 10, classes, channels, width, stem)
+def _stages(block: type[Block], blocks: Sequence[int], inputs: int, width: int) -> Iterator[nn.Sequential]:
+    """Yield the stages; all but the first begin with a block that halves the image."""
+    for index, count in enumerate(blocks):
+        layers = []
+        for position in range(count):
+            layers.append(block(inputs, width << index, stride=2 if index > 0 and position == 0 else 1))
+            inputs = (width << index) * block.expansion
+        yield nn.Sequential(*layers)
 
 
-def wide_resnet10_2(classes: int, channels: int = 3, width: int = 16, stem: Stem = "cifar") -> WideResNet:
-    """Return the smallest wide ResNet, for machines without a GPU."""
-    return WideResNet(10, 2, classes, channels, width, stem)
-
-
-def _stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
-    first = PreActivationBlock(inputs, width, stride)
-    return nn.Sequential(first, *(PreActivationBlock(width, width, 1) for _ in range(blocks - 1)))
+# Shortcuts that change the width are 1x1 convolutions with batch norm (option B of the ResNet paper), so resnet20 has
+# 2,752 parameters more than there, which pads (option A).
+resnet8 = partial(ResNet, BasicBlock, (1, 1, 1), width=16)
+resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
+resnet20 = partial(ResNet, BasicBlock, (3, 3, 3), width=16)
+resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3), stem="imagenet")
 
 
 def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
-    """Return a network with `depth` hidden layers of `width` units, for images of size x size pixels.
-
-    network = mlp(classes=10, channels=1, size=8)
-    """
+    """Return a network with `depth` hidden layers of `width` units, for images of size x size pixels."""
     check_sizes(classes=classes, channels=channels, size=size, width=width, depth=depth)
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = channels * size * size
@@ -303,8 +258,14 @@ def _check_memory(model: str, sketch: nn.Module) -> None:
 
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
-    function.__name__: function
-    for function in (resnet8, resnet18, resnet20, resnet50, wide_resnet, wide_resnet10_2, wide_resnet28_10, mlp)
+    "resnet8": resnet8,
+    "resnet18": resnet18,
+    "resnet20": resnet20,
+    "resnet50": resnet50,
+    "wide_resnet10_2": partial(WideResNet, depth=10, widen=2),
+    "wide_resnet28_10": WideResNet,
+    "wide_resnet": WideResNet,  # the same: a name that earlier runs may have
+    "mlp": mlp,
 }
 
 

@@ -3,7 +3,6 @@
 Only safetensors and JSON files are read.
 """
 
-import io
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,15 +13,11 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import Tensor, nn
+from torch import nn
 
 from plures import files
-from plures import metrics as measured
-from plures.answers import Prediction
-from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab.evaluation import evaluate
 from plures.lab.method_names import is_code
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import Run, open_run
@@ -41,8 +36,6 @@ def push_to_hub(
     target: str | Path,
     *,
     metrics: Mapping[str, Any] | None = None,
-    predictions: tuple[Tensor, Tensor] | None = None,
-    data_dir: str | Path | None = None,
     private: bool = False,
     trust_code: bool = False,
 ) -> str:
@@ -51,12 +44,11 @@ def push_to_hub(
         plures.push_to_hub("runs/birds", "me/birds")  # to the Hugging Face hub
         plures.push_to_hub(ensemble, Path("shared/birds"), metrics={"accuracy": 0.95})  # into a folder
 
-    A run includes its configuration and metrics, and a reliability diagram of its test images if they are found. For
-    an ensemble from your own loop, pass `metrics` for the table of the card, and for the diagram `predictions`: the
-    probabilities [samples, classes] and targets of held-out samples. A run that names code outside plures as its
-    network or method needs `trust_code`. Log in to the hub with `huggingface-cli login`.
+    A run includes its configuration and metrics. For an ensemble from your own loop, pass `metrics` for the table of
+    the card. A run that names code outside plures as its network or method needs `trust_code`. Log in to the hub with
+    `huggingface-cli login`.
     """
-    run, missing = None, ""
+    run = None
     with TemporaryDirectory() as made:
         folder = Path(made)
         if isinstance(source, Ensemble):
@@ -69,14 +61,7 @@ def push_to_hub(
                 if (run.path / name).is_file():
                     shutil.copyfile(run.path / name, folder / name)
             metrics = RunFolder(run.path).metrics() if (run.path / METRICS).is_file() else None
-            try:
-                predictions = _test_predictions(run, None if data_dir is None else Path(data_dir))
-            except PluresError as error:
-                predictions, missing = None, str(error)
-        if predictions is not None:
-            (folder / "reliability.png").write_bytes(_reliability_png(*predictions))
-        text = _card(ensemble, target, metrics, run, diagram=predictions is not None, missing=missing)
-        (folder / "README.md").write_text(text)
+        (folder / "README.md").write_text(_card(ensemble, target, metrics, run))
         return _publish(folder, target, private)
 
 
@@ -104,13 +89,6 @@ def from_hub(
     if not (folder / CONFIG).is_file():
         raise PluresError(f"{source} does not name its network: give it, plures.from_hub(..., network)")
     return open_run(folder, trust_code=trust_code).ensemble
-
-
-def _test_predictions(run: Run, data_dir: Path | None) -> tuple[Tensor, Tensor]:
-    members, targets = evaluate.predictions(run.ensemble, run.data(data_dir).test)
-    learned = run.ensemble.calibration
-    fitted = learned if isinstance(learned, ClassCalibration) else None
-    return Prediction.from_members(members, calibration=fitted).probabilities, targets
 
 
 def _publish(folder: Path, target: str | Path, private: bool) -> str:
@@ -150,16 +128,7 @@ def _is_folder(place: str | Path) -> bool:
     return isinstance(place, Path) or place.startswith((".", "/", "~")) or os.path.isdir(place)  # noqa: PTH112
 
 
-def _card(
-    ensemble: Ensemble,
-    target: str | Path,
-    metrics: Mapping[str, Any] | None,
-    run: Run | None,
-    *,
-    diagram: bool,
-    missing: str,
-) -> str:
-    """Return the model card; `missing` is the reason why there is no reliability diagram."""
+def _card(ensemble: Ensemble, target: str | Path, metrics: Mapping[str, Any] | None, run: Run | None) -> str:
     folder = _is_folder(target)
     made = ModelCard.from_template(
         ModelCardData(library_name="plures", tags=["uncertainty", "ensemble", "plures"]),
@@ -169,30 +138,9 @@ def _card(
         version=__version__,
         run=run,
         metrics={name: value for name, value in (metrics or {}).items() if value is not None},
-        diagram=diagram,
-        missing=missing,
         numbers=is_for_numbers(ensemble.loss),
         # A folder may be moved, and its place is nobody's business: the example is to be run inside it.
         place="." if folder else target,
         own_network=run is None or is_code(run.recipe.model),
     )
     return str(made)
-
-
-def _reliability_png(probabilities: Tensor, targets: Tensor) -> bytes:
-    """Draw a reliability diagram: accuracy against confidence, in dots whose area shows the number of samples."""
-    from matplotlib.figure import Figure
-
-    table = measured.calibration_table(probabilities, targets)
-    some = table.count > 0
-    figure = Figure(figsize=(4, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfectly calibrated")
-    area = 12 + 400 * table.count[some] / len(targets)
-    axes.scatter(table.confidence[some], table.accuracy[some], area, alpha=0.7, label="this ensemble", clip_on=False)
-    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-    axes.set_title(f"{len(targets)} samples, ECE {measured.ece(probabilities, targets):.3f}", fontsize=10)
-    axes.legend(loc="upper left", fontsize=8)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=150)
-    return written.getvalue()

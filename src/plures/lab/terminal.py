@@ -57,20 +57,12 @@ def _text(words: str) -> Text:
 
 
 def percent(value: float | None) -> str:
-    """Return a fraction as a percentage.
-
-    >>> percent(0.9512)
-    '95.1 %'
-    """
+    """Return a fraction as a percentage: 95.1 %."""
     return UNKNOWN if value is None else f"{100 * value:.1f} %"
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """Return a number with some digits.
-
-    >>> figure(0.15678)
-    '0.157'
-    """
+    """Return a number with some digits after the point."""
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 

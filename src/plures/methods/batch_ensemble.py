@@ -12,8 +12,7 @@ from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
-from plures.methods.building import Init, ManyInOne, TogetherStage
-from plures.methods.tiling import Rows, Tiled, along_width, replace
+from plures.methods.building import Init, ManyInOne, Rows, Tiled, TogetherStage
 from plures.seeding import generator
 from plures.tensors import Layer, own_tensors
 
@@ -64,7 +63,6 @@ class BatchEnsemble(ManyInOne):
         seed: int = 0,
     ) -> None:
         check_members(members)
-        building.layers_of(network)
         one_of("factors", factors, get_args(FactorInit))
         rows = Rows()
         built = building.started(network, init, seed)
@@ -78,15 +76,11 @@ class BatchEnsemble(ManyInOne):
         tiled = Tiled(built, members, rows)
         building.rehearse(network, tiled, members, f"BatchEnsemble cannot run {type(network).__name__}")
         super().__init__(network, loss, tiled)
-        self.members = members
-        self.factors = factors
-        self.private_norm = bool(private_norm)
-        self.init = init
-        self.seed = seed
+        self.members, self.factors, self.private_norm = members, factors, bool(private_norm)
+        self.init, self.seed = init, seed
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
         check_members(members)
         for name, layer in building.layers_of(network).items():
@@ -94,9 +88,8 @@ class BatchEnsemble(ManyInOne):
             stored.check(building.inside(name, "members.alpha"), [members, inputs])
             stored.check(building.inside(name, "members.gamma"), [members, outputs])
         if stored.options["private_norm"]:
-            norms = [(name, norm) for name, norm in network.named_modules() if isinstance(norm, _BatchNorm)]
-            for name, norm in norms:
-                for kind, tensor in own_tensors(norm).items():
+            for name, norm in network.named_modules():
+                for kind, tensor in own_tensors(norm).items() if isinstance(norm, _BatchNorm) else ():
                     for member in range(members):
                         stored.check(building.inside(name, f"members.{member}.{kind}"), tensor.shape)
 
@@ -124,14 +117,12 @@ class Factors(nn.Module):
     def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Scale the inputs."""
         x, *others = args
-        return (x * along_width(self.rows.spread(with_half_gradient(self.alpha), x), x, layer), *others)
+        return (x * self.rows.spread(with_half_gradient(self.alpha), x, layer), *others)
 
     def after(self, layer: nn.Module, _args: object, y: Tensor) -> Tensor:
         """Scale the outputs and shift them."""
-        y = y * along_width(self.rows.spread(with_half_gradient(self.gamma), y), y, layer)
-        if self.bias is None:
-            return y
-        return y + along_width(self.rows.spread(with_half_gradient(self.bias), y), y, layer)
+        y = y * self.rows.spread(with_half_gradient(self.gamma), y, layer)
+        return y if self.bias is None else y + self.rows.spread(with_half_gradient(self.bias), y, layer)
 
 
 def with_half_gradient(parameter: Tensor) -> Tensor:
@@ -159,4 +150,4 @@ def _with_private_norm(network: nn.Module, members: int) -> nn.Module:
     norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
     if not norms:
         raise PluresError(f"private_norm=True, but {type(network).__name__} has no batch norm: leave it out")
-    return replace(network, {norm: PrivateNorm(norm, members) for norm in norms})
+    return building.replace(network, {norm: PrivateNorm(norm, members) for norm in norms})

@@ -1,13 +1,14 @@
-"""What methods share that train one network in one stage."""
+"""What methods share: stages in any order, all members in one network, and layers that know whose rows they see."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, call_with, logits_of
+from plures.calling import Arguments, batch_of, call_with, logits_of
 from plures.checks import one_of, unknown
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
@@ -20,7 +21,63 @@ Init = Literal["given", "fresh"]
 Reduction = Literal["mean", "sum"]
 
 
-class OneStage(Ensemble):
+class AnyOrder(Ensemble):
+    """Build a method of `train` stages that can be trained in any order: one for each of `trains`, a member or None."""
+
+    def __init__(self, network: nn.Module, loss: Loss | None, trains: Sequence[int | None]) -> None:
+        super().__init__(network, loss)
+        self._trains = trains
+        self._committed = [False] * len(trains)
+
+    def plan(self) -> list[Step]:
+        """List all stages, with the committed ones marked."""
+        return [Step("train", member, done) for member, done in zip(self._trains, self._committed, strict=True)]
+
+    def open(self, step: Step) -> Stage:
+        """Open the stage of one step of the plan, in any order."""
+        if step not in self.plan() or step.committed:
+            raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
+        return self._stage(step)
+
+    @abstractmethod
+    def _stage(self, step: Step) -> Stage:
+        """Make the stage that `open` checks out, a copy to train."""
+
+    @abstractmethod
+    def _take(self, stage: Stage) -> None:
+        """Copy what a stage has trained into the ensemble."""
+
+    def _write(self, stage: Stage) -> None:
+        """Commit a stage: `Stage` calls it."""
+        place = self._trains.index(stage.member)
+        if self._committed[place]:
+            raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
+        self._take(stage)
+        self._committed[place] = True
+
+    def _state(self) -> dict[str, Any]:
+        return {"committed": self._committed if len(self._trains) > 1 else self._committed[0]}
+
+    def _fill(self, stored: Stored) -> None:
+        committed = stored.state["committed"]
+        committed = committed if isinstance(committed, list) else [committed]  # of one stage
+        if list(map(type, committed)) != [bool] * len(self._trains):
+            raise PluresError(f"the progress of {len(self._trains)} stages is stored as {committed!r}")
+        super()._fill(stored)
+        self._committed = list(committed)
+
+    def get_extra_state(self) -> Tensor:
+        """Put the progress into the state dict, as a tensor."""
+        return torch.tensor(self._committed)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the progress from a state dict."""
+        if state.numel() != len(self._trains) or state.dtype != torch.bool:
+            raise PluresError(f"the progress of {state.numel()} stages is stored, not {len(self._trains)}")
+        self._committed = state.flatten().tolist()
+
+
+class OneStage(AnyOrder):
     """Build a method whose members live in one network and are trained together, in one `train` stage.
 
     `built` is the network that the method made of the user's: the stage trains a copy of it. A method whose loss is not
@@ -30,67 +87,26 @@ class OneStage(Ensemble):
     members: int = 1
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss: Loss | None,
-        built: nn.Module,
-        *,
-        member: int | None = None,
-        ready: bool = False,
+        self, network: nn.Module, loss: Loss | None, built: nn.Module, *, member: int | None = None, ready: bool = False
     ) -> None:
-        super().__init__(network, loss)
+        super().__init__(network, loss, [member])
         self.network = built
-        self._committed = False
-        self._member = member
+        self._places = places(built)
         self._untrained_too = ready
         self.eval()
 
-    def plan(self) -> list[Step]:
-        """List the one stage."""
-        return [Step("train", self._member, self._committed)]
-
-    def open(self, step: Step) -> Stage:
-        """Check out the stage, a copy of the network to train."""
-        if step not in self.plan() or step.committed:
-            raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
-        return self._stage(step)
-
     def _stage(self, step: Step) -> Stage:
-        """Make the stage that `open` checks out."""
         return Stage(copy.deepcopy(self.network), step, self.loss, self._write)
 
-    def _write(self, stage: Stage) -> None:
-        """Restore what a stage has trained: what `Stage` calls to commit."""
-        if self._committed:
-            raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
+    def _take(self, stage: Stage) -> None:
         values = tensors(stage.network)
         for name, tensor in tensors(self.network).items():
             tensor.copy_(values[name])
-        self._committed = True
 
     @property
     def trained(self) -> list[int]:
         """The members that can predict: all of them, or none."""
-        return list(range(self.members)) if self._committed or self._untrained_too else []
-
-    def _state(self) -> dict[str, Any]:
-        """Return the state that a file needs beyond options and tensors, as JSON values."""
-        return {"committed": self._committed}
-
-    def _fill(self, stored: Stored) -> None:
-        """Restore tensors and progress from a file."""
-        if not isinstance(stored.state["committed"], bool):
-            raise PluresError(f"the progress is stored as {stored.state['committed']!r}; expected true or false")
-        super()._fill(stored)
-        self._committed = stored.state["committed"]
-
-    def get_extra_state(self) -> Tensor:
-        """Put the progress into the state dict, as a tensor."""
-        return torch.tensor(self._committed)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take the progress from a state dict."""
-        self._committed = bool(state)
+        return list(range(self.members)) if all(self._committed) or self._untrained_too else []
 
 
 class TogetherStage(Stage):
@@ -102,7 +118,7 @@ class TogetherStage(Stage):
         logits = self.logits(inputs)
         check_classes(self.loss, logits[0], targets)
         losses = torch.stack([self.loss(member, targets) for member in logits])
-        self._heads = 1 if self.reduction == "mean" else len(logits)
+        self.heads = 1 if self.reduction == "mean" else len(logits)
         return losses.mean() if self.reduction == "mean" else losses.sum(), logits[0]
 
 
@@ -115,10 +131,6 @@ class ManyInOne(OneStage):
 
     _stage_class = TogetherStage
     reduction: Reduction = "mean"
-
-    def __init__(self, network: nn.Module, loss: Loss | None, built: nn.Module) -> None:
-        super().__init__(network, loss, built)
-        self._places = places(built)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
@@ -134,10 +146,104 @@ class ManyInOne(OneStage):
         )
 
     def _stage(self, step: Step) -> Stage:
-        """Make the stage that `open` checks out."""
         stage = self._stage_class(copy.deepcopy(self.network), step, self.loss, self._write)
         stage.reduction = self.reduction
         return stage
+
+
+class Rows:
+    """Know which member each row of the running batch belongs to; one object, shared by all layers of a network.
+
+    `Tiled` writes it before the network runs. A layer may see several rows (tokens, frames) for each row of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.owner: Tensor | None = None  # of each row, unless all have equally many, member after member
+
+    def per_row(self, x: Tensor) -> int:
+        """Count the rows of a layer's input for each row of the batch; refuse an input that is not a batch."""
+        if not self.count or len(x) % self.count:
+            raise PluresError(
+                f"a layer was given a tensor of shape {tuple(x.shape)} in a batch of {self.count} rows: its first axis "
+                "must be the batch, because it holds the members; change the network (batch_first) or the method"
+            )
+        return len(x) // self.count
+
+    def spread(self, table: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
+        """Shape [members, width] so that each row of a layer's input or output meets what its member has."""
+        each = self.per_row(x)
+        if self.owner is None:
+            rows = table.unsqueeze(1).expand(-1, len(x) // len(table), -1).flatten(0, 1)
+        else:
+            rows = table[self.owner].repeat_interleave(each, 0)
+        between = [1] * (x.dim() - 2)
+        shape = [*between, table.shape[1]] if isinstance(layer, nn.Linear) else [table.shape[1], *between]
+        return rows.reshape(len(x), *shape).to(x.dtype)
+
+
+class Tiled(nn.Module):
+    """Run a rewritten network on each sample once per member; return [members, batch, classes].
+
+    A method copies the user's network and puts hooks on its layers, or other layers in their place (`replace`). The
+    network's own code only sees a longer batch, so it may add, flatten, pool and concatenate as it likes. Hooks are
+    bound methods, not closures: a copy of the network has hooks that belong to the copy.
+    The tiled batch has all samples of the first member, then all of the second, and so on; with `interleave` it has
+    all members of the first sample, then all of the second.
+    """
+
+    def __init__(self, network: nn.Module, members: int, rows: Rows, *, interleave: bool = False) -> None:
+        super().__init__()
+        self.network, self.rows = network, rows
+        self.members, self.interleave = members, interleave
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all members, [members, batch, classes]."""
+        batch = len(batched(args, kwargs))
+
+        def tile(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != batch:
+                return value  # no batch: a flag, a table
+            if self.interleave:
+                return value.repeat_interleave(self.members, 0)
+            return value.repeat(self.members, *[1] * (value.dim() - 1))
+
+        self.rows.count = batch * self.members
+        self.rows.owner = None
+        logits = run(self.network, self.rows, *map(tile, args), **{name: tile(value) for name, value in kwargs.items()})
+        if self.interleave:
+            return torch.unflatten(logits, 0, (batch, self.members)).transpose(0, 1)
+        return torch.unflatten(logits, 0, (self.members, batch))
+
+
+def run(network: nn.Module, rows: Rows, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a rewritten network and return its logits, one row for each row of the batch."""
+    logits = logits_of(network(*args, **kwargs))
+    if logits.dim() == 0 or len(logits) != rows.count:
+        raise PluresError(
+            f"the network returned logits of shape {tuple(logits.shape)} for a batch of {rows.count} rows; expected "
+            "one row of logits for each"
+        )
+    return logits
+
+
+def batched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Find the tensor whose first axis is the batch in what a network is called with: the first one there is."""
+    found = batch_of(Arguments(args, dict(kwargs)))
+    if found is None:
+        raise PluresError("the network was called without a tensor that has a batch axis")
+    return found
+
+
+def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put other modules in the place of some, in place, and return the network."""
+    if network in others:
+        return others[network]
+    for name, module in list(network.named_modules(remove_duplicate=False)):
+        if module in others:
+            parent, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(parent), attribute, others[module])
+    return network
 
 
 def started(network: nn.Module, init: Init, seed: int, member: int = 0) -> nn.Module:
@@ -172,42 +278,33 @@ def layers_of(network: nn.Module) -> dict[str, Layer]:
 
 
 def inside(layer: str, tensor: str) -> str:
-    """Return the name that a file has for a tensor of a layer of the user's network; "" is the network itself.
-
-    >>> inside("stem.conv", "weight"), inside("", "weight")
-    ('network.network.stem.conv.weight', 'network.network.weight')
-    """
+    """Return the name that a file has for a tensor of a layer of the user's network; "" is the network itself."""
     return ".".join(part for part in ("network.network", layer, tensor) if part)
 
 
 def widths(layer: Layer) -> tuple[int, int]:
-    """Return the input and the output width of a layer.
-
-    >>> widths(nn.Conv2d(3, 8, 5))
-    (3, 8)
-    """
+    """Return the input and the output width of a layer."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.in_channels, layer.out_channels
 
 
+@torch.no_grad()
 def rehearse(network: nn.Module, tiled: nn.Module, members: int, explain: str) -> None:
     """Try a rewritten network without computing anything, and refuse now what would fail in training.
 
     The input's shape is guessed from the layers. Where no guess suits the given network itself, nothing is learned, and
     a misfit shows with the first batch.
     """
-    plain, tiled = _shadow(network).eval(), _shadow(tiled).eval()
-    for shape in dict.fromkeys(_likely_inputs(network)):
+    plain, tiled = (shell(one).to("meta").eval() for one in (network, tiled))  # there, only shapes are computed
+    for shape in dict.fromkeys(likely_inputs(network)):
         x = torch.zeros(3, *shape, device="meta", dtype=next(iter(layers_of(network).values())).weight.dtype)
         try:
-            with torch.no_grad():
-                expected = logits_of(plain(x)).shape
+            expected = logits_of(plain(x)).shape
         except Exception:  # the guess was wrong, or the network cannot run without numbers
             continue
         try:
-            with torch.no_grad():
-                given = tiled(x).shape
+            given = tiled(x).shape
         except Exception as error:
             raise PluresError(f"{explain}: {error}") from error
         if given != (members, *expected):
@@ -215,21 +312,11 @@ def rehearse(network: nn.Module, tiled: nn.Module, members: int, explain: str) -
         return
 
 
-def _shadow(network: nn.Module) -> nn.Module:
-    """Copy a network without its numbers: on the meta device only shapes are computed."""
-
-    def shape_of(tensor: Tensor) -> Tensor:
-        empty = torch.empty_like(tensor, device="meta")
-        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-    own = (*network.parameters(), *network.buffers())
-    return copy.deepcopy(network, {id(tensor): shape_of(tensor) for tensor in own})
-
-
-def _likely_inputs(network: nn.Module) -> Iterator[tuple[int, ...]]:
-    for layer in layers_of(network).values():
+def likely_inputs(network: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Guess shapes of one sample that a network may take."""
+    for layer in layers(network).values():
         if isinstance(layer, nn.Linear):
             yield (layer.in_features,)
         else:
-            for size in (32, 28, 64, 224):
+            for size in (64, 32, 28, 224, 16, 8):
                 yield (layer.in_channels, *[size] * len(layer.kernel_size))

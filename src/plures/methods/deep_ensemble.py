@@ -9,19 +9,18 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments, call, logits_of
 from plures.checks import check_members, one_of
-from plures.ensemble import Ensemble, Stored
-from plures.errors import PluresError
+from plures.ensemble import Stored
 from plures.losses import Loss
+from plures.methods.building import AnyOrder, Init
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared, no_classifier
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
 from plures.tensors import moments, own_tensors, restart, tensors
 
 Classifier = Literal["private", "fixed"]
-Init = Literal["fresh", "given"]
 
 
-class DeepEnsemble(Ensemble):
+class DeepEnsemble(AnyOrder):
     """Train several copies of a network, each from its own random weights.
 
         ensemble = plures.DeepEnsemble(network, members=5)
@@ -51,16 +50,11 @@ class DeepEnsemble(Ensemble):
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(network, loss)
-        check_members(members)
+        super().__init__(network, loss, range(check_members(members)))
         seed = check_seed(seed)
         one_of("init", init, get_args(Init))
-        self.members = members
-        self.classifier = classifier
-        self.init = init
+        self.members, self.classifier, self.init, self.seed = members, classifier, init, seed
         self.roles = None if roles is None else {name: role.value for name, role in check_roles(network, roles).items()}
-        self.seed = seed
-        self._committed = [False] * members
         self._shared = _shared(network, classifier, self.roles)  # names of tensors that all members have in common
         self.networks = nn.ModuleList(self._starts(network))
         self.eval()
@@ -86,52 +80,21 @@ class DeepEnsemble(Ensemble):
         networks = [self.networks[ready[place]] for place in (range(len(ready)) if chosen is None else chosen)]
         return torch.stack([torch.cat([logits_of(call(one, batch)) for batch in batches]) for one in networks])
 
-    def plan(self) -> list[Step]:
-        """List all stages, one for each member, with the committed ones marked."""
-        return [Step("train", member, done) for member, done in enumerate(self._committed)]
-
-    def open(self, step: Step) -> Stage:
-        """Open the stage of one step of the plan, in any order."""
-        member = self._number(step.member)
-        if step not in self.plan() or step.committed:
-            raise PluresError(f"stage '{step.name}' cannot be opened: use a step of plan() that is not committed")
-        network = copy.deepcopy(self.networks[member])
+    def _stage(self, step: Step) -> Stage:
+        network = copy.deepcopy(self.networks[self._number(step.member)])
         for name, tensor in tensors(network).items():
             if name in self._shared:
                 tensor.requires_grad_(False)
-        return Stage(network, step, self.loss, self._commit)
-
-    def _state(self) -> dict[str, Any]:
-        """Return the state that a file needs beyond options and tensors, as JSON values."""
-        return {"committed": self._committed}
+        return Stage(network, step, self.loss, self._write)
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
         check_members(members)
         shared = _shared(network, stored.options["classifier"], stored.options["roles"])
         for name, tensor in own_tensors(network).items():
             for member in range(1 if name in shared else members):
                 stored.check(f"networks.{member}.{name}", tensor.shape)
-
-    def _fill(self, stored: Stored) -> None:
-        """Restore tensors and progress from a file."""
-        committed = stored.state["committed"]
-        if len(committed) != self.members or not all(isinstance(one, bool) for one in committed):
-            raise PluresError(f"the progress of {self.members} members is stored as {committed!r}")
-        super()._fill(stored)
-        self._committed = list(committed)
-
-    def get_extra_state(self) -> Tensor:
-        """Put the progress into the state dict, as a tensor."""
-        return torch.tensor(self._committed)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take the progress from a state dict."""
-        if list(state.shape) != [self.members] or state.dtype != torch.bool:
-            raise PluresError(f"the progress of {list(state.shape)} members is stored, not {self.members}")
-        self._committed = state.tolist()
 
     def _starts(self, network: nn.Module) -> list[nn.Module]:
         known = moments(network)
@@ -145,16 +108,12 @@ class DeepEnsemble(Ensemble):
             restart(start, known, drawn, self.seed, "member", member)
         return copies
 
-    def _commit(self, stage: Stage) -> None:
-        member = self._number(stage.member)
-        if self._committed[member]:
-            raise PluresError(f"stage '{stage.name}' is out of date: another one was committed before it")
-        values, own = tensors(stage.network), tensors(self.networks[member])
+    def _take(self, stage: Stage) -> None:
+        values, own = tensors(stage.network), tensors(self.networks[self._number(stage.member)])
         refuse_other_shared(stage, {name: own[name] for name in self._shared}, values)
         for name, tensor in own.items():
             if name not in self._shared:
                 tensor.copy_(values[name])
-        self._committed[member] = True
 
 
 def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None) -> set[str]:

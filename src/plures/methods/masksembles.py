@@ -11,8 +11,8 @@ from plures.checks import check_members, nearest
 from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.building import Init, ManyInOne, inside, layers_of, rehearse, started, widths
-from plures.methods.tiling import Rows, Tiled, along_width, batched, run
+from plures.methods import building
+from plures.methods.building import Init, ManyInOne, Rows, Tiled, layers_of, widths
 from plures.seeding import generator
 
 LARGEST_SCALE = 6.0  # as in the authors' package: beyond it the masks hardly overlap, and each is almost empty
@@ -53,7 +53,7 @@ class Masksembles(ManyInOne):
             raise PluresError(f"scale={scale!r}; use a number from 1 (all masks the same) to {LARGEST_SCALE:g}")
         names = _chosen(network, layers)
         rows = Rows()
-        built = started(network, init, seed)
+        built = building.started(network, init, seed)
         for name in names:
             layer = layers_of(built)[name]
             values = masks(widths(layer)[0], members, scale, generator(seed, "mask", name))
@@ -62,21 +62,16 @@ class Masksembles(ManyInOne):
             layer.register_forward_pre_hook(own.before)
         grouped = Grouped(built, members, rows)
         grouped.every_mask = bool(every_mask)
-        rehearse(network, grouped, members, f"Masksembles cannot run {type(network).__name__}")
+        building.rehearse(network, grouped, members, f"Masksembles cannot run {type(network).__name__}")
         super().__init__(network, loss, grouped)
-        self.members = members
-        self.scale = scale
-        self.layers = names
-        self.every_mask = bool(every_mask)
-        self.init = init
-        self.seed = seed
+        self.members, self.scale, self.layers = members, scale, names
+        self.every_mask, self.init, self.seed = bool(every_mask), init, seed
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a number of members that the file does not hold."""
         known = layers_of(network)
         for name in _chosen(network, stored.options["layers"]):
-            stored.check(inside(name, "members.masks"), [stored.options["members"], widths(known[name])[0]])
+            stored.check(building.inside(name, "members.masks"), [stored.options["members"], widths(known[name])[0]])
 
 
 class Grouped(Tiled):
@@ -88,13 +83,13 @@ class Grouped(Tiled):
         """Return the logits, [members, batch, classes], or in training [1, batch, classes]."""
         if not self.training or self.every_mask:
             return super().forward(*args, **kwargs)
-        inputs = batched(args, kwargs)
+        inputs = building.batched(args, kwargs)
         self.rows.count = len(inputs)
         self.rows.owner = torch.arange(len(inputs), device=inputs.device) * self.members // len(inputs)
         if len(inputs) % self.members:  # chance says whose group is short, or else small batches would starve a member
             shift = torch.randint(self.members, (1,), device=inputs.device)
             self.rows.owner = (self.rows.owner + shift) % self.members
-        return run(self.network, self.rows, *args, **kwargs).unsqueeze(0)
+        return building.run(self.network, self.rows, *args, **kwargs).unsqueeze(0)
 
 
 class Masks(nn.Module):
@@ -110,14 +105,13 @@ class Masks(nn.Module):
     def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Mask the inputs."""
         x, *others = args
-        return (x * along_width(self.rows.spread(self.masks, x), x, layer), *others)
+        return (x * self.rows.spread(self.masks, x, layer), *others)
 
 
 def masks(channels: int, members: int, scale: float, random: torch.Generator) -> Tensor:
     """Draw masks of equally many channels that together use them all, as booleans [members, channels].
 
-    Each mask is drawn from about `scale` times as many positions as it has ones; positions that no mask uses are
-    dropped. The number of positions that gives about the right width is computed; then masks are drawn until it fits.
+    Each mask is drawn from about `scale` times as many positions as it has ones, until exactly `channels` are used.
     """
     if channels < 1:
         raise PluresError("a layer without inputs has nothing to mask: leave it out with layers=[...]")
@@ -137,12 +131,8 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
 
 def _positions(channels: int, members: int, ones: int) -> int:
     """Find the number of positions of which masks with that many ones are expected to use `channels`."""
-
-    def used(positions: int) -> float:
-        return positions * (1 - (1 - ones / positions) ** members)
-
     positions = channels
-    while used(positions) < channels - 0.5 and positions < LARGEST_SCALE * ones:
+    while positions < LARGEST_SCALE * ones and positions * (1 - (1 - ones / positions) ** members) < channels - 0.5:
         positions += 1
     return positions
 

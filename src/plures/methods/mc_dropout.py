@@ -18,7 +18,7 @@ from plures.losses import Loss
 from plures.methods.building import Init, OneStage, started
 from plures.seeding import seed_of
 from plures.stage import Stage, Step
-from plures.tensors import layers, places, shell
+from plures.tensors import layers, shell
 
 Granularity = Literal["element", "channel"]
 USUAL_RATE = 0.1
@@ -62,11 +62,8 @@ class MCDropout(OneStage):
         whole_number("passes", passes, most=MOST_PASSES)
         one_of("granularity", granularity, get_args(Granularity))
         self.members = self.passes = passes
-        self.granularity = granularity
-        self.init = init
-        self.seed = seed
+        self.granularity, self.init, self.seed = granularity, init, seed
         self.sites = _rates(self.network, rate, sites)  # the dropout rate of each site, by name
-        self._places = places(self.network)
         self._hooks = [_hook(self.network, site, rate, granularity) for site, rate in self.sites.items()]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -98,10 +95,9 @@ class MCDropout(OneStage):
         return self._lender.lend(self, lambda: shell((self.network, self._hooks)), run)
 
     def _stage(self, step: Step) -> Stage:
-        """Make the stage that `open` checks out: its dropout follows `train()` and `eval()` as usual."""
         network, hooks = copy.deepcopy((self.network, self._hooks))  # together: the hooks that this copy has
         for hook in hooks:
-            hook.always = False
+            hook.always = False  # dropout follows `train()` and `eval()` as usual
         return Stage(network, step, self.loss, self._write)
 
     def options(self) -> dict[str, Any]:
@@ -170,12 +166,14 @@ def _rates(
 ) -> dict[str, float]:
     """Return the dropout rate of each site."""
     modules = dict(network.named_modules())
+    own = {name: one.p for name, one in modules.items() if isinstance(one, _DropoutNd) and one.p > 0}
     if sites is None:
-        result = _found(network, rate)
-    elif isinstance(sites, Mapping):
+        sites = list(own) or _last_convolutions(network) or list(layers(network))[1:]
+    if isinstance(sites, Mapping):
         result = dict(sites)
     else:
-        result = {site: _rate(modules.get(site), rate) for site in ([sites] if isinstance(sites, str) else sites)}
+        names = [sites] if isinstance(sites, str) else sites
+        result = {name: own.get(name, USUAL_RATE) if rate is None else rate for name in names}
     if not result:
         raise PluresError(
             f"{type(network).__name__} has no place for dropout: no dropout layer, no residual block, no second "
@@ -187,20 +185,6 @@ def _rates(
         if not isinstance(value, int | float) or not 0 < value < 1:
             raise PluresError(f"the dropout rate of {site!r} is {value!r}; use a number above 0 and below 1")
     return result
-
-
-def _rate(module: nn.Module | None, rate: float | None) -> float:
-    if rate is None:
-        return module.p if isinstance(module, _DropoutNd) and module.p > 0 else USUAL_RATE
-    return rate
-
-
-def _found(network: nn.Module, rate: float | None) -> dict[str, float]:
-    own = {name: m for name, m in network.named_modules() if isinstance(m, _DropoutNd) and m.p > 0}
-    if own:
-        return {name: _rate(module, rate) for name, module in own.items()}
-    places = _last_convolutions(network) or list(layers(network))[1:]
-    return {name: _rate(None, rate) for name in places}
 
 
 def _last_convolutions(network: nn.Module) -> list[str]:

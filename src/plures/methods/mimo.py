@@ -59,17 +59,11 @@ class MIMO(ManyInOne):
         explain = f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}"
         building.rehearse(network, slots, members, explain)
         super().__init__(network, loss, slots)
-        self.members = members
-        self.batch_repetition = batch_repetition
-        self.input_repetition = input_repetition
-        self.first = first
-        self.last = last
-        self.init = init
-        self.seed = seed
+        self.members, self.first, self.last, self.init, self.seed = members, first, last, init, seed
+        self.batch_repetition, self.input_repetition = batch_repetition, input_repetition
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a number of members that the file does not hold."""
         members = stored.options["members"]
         check_members(members)
         first, last = _ends(network, stored.options["first"], stored.options["last"])
@@ -79,7 +73,6 @@ class MIMO(ManyInOne):
         stored.check(building.inside(last, "weight"), [outputs * members, *others])
 
     def _stage(self, step: Step) -> Stage:
-        """Make the stage that trains all slots."""
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
 
 
@@ -122,7 +115,7 @@ class _Training(Stage):
     def __init__(self, ensemble: MIMO, slots: _Slots, step: Step) -> None:
         super().__init__(slots, step, ensemble.loss, ensemble._write)
         self.slots = (ensemble.members, ensemble.batch_repetition, ensemble.input_repetition)
-        self._heads = ensemble.members
+        self.heads = ensemble.members
 
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         images, name = _one_tensor(inputs)
@@ -137,11 +130,7 @@ class _Training(Stage):
 
 
 def shuffles(
-    batch: int,
-    members: int,
-    batch_repetition: int,
-    input_repetition: float,
-    device: torch.device | str = "cpu",
+    batch: int, members: int, batch_repetition: int, input_repetition: float, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return which sample of a batch goes where: one row for each slot, [members, batch x batch_repetition].
 
@@ -212,10 +201,10 @@ def _widened(network: nn.Module, members: int, first: str, last: str, init: Init
         parent = result.get_submodule(first.rsplit(".", depth)[0])
         if getattr(parent, "num_channels", None) == channels:  # the embeddings of transformers check their inputs
             parent.num_channels = channels * members  # type: ignore[assignment]
-    _repeat(entry, "weight", members, axis=1)
-    _repeat(head, "weight", members, axis=0)
-    if head.bias is not None:
-        _repeat(head, "bias", members, axis=0)
+    for layer, name, axis in ((entry, "weight", 1), (head, "weight", 0), (head, "bias", 0)):
+        given = getattr(layer, name)
+        if given is not None:
+            setattr(layer, name, nn.Parameter(torch.cat([given.detach()] * members, axis)))
     for layer, side in ((entry, "in"), (head, "out")):
         count = f"{side}_features" if isinstance(layer, nn.Linear) else f"{side}_channels"
         setattr(layer, count, getattr(layer, count) * members)
@@ -226,8 +215,3 @@ def _widened(network: nn.Module, members: int, first: str, last: str, init: Init
         known[f"{first}.weight"] = (mean, deviation / math.sqrt(members))  # more inputs must not make larger sums
     restart(result, known, [f"{first}.weight", f"{last}.weight", f"{last}.bias"], seed, "widened")
     return result
-
-
-def _repeat(layer: Layer, name: str, times: int, axis: int) -> None:
-    given = getattr(layer, name).detach()
-    setattr(layer, name, nn.Parameter(torch.cat([given] * times, axis)))

@@ -15,8 +15,7 @@ from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
-from plures.methods.building import ManyInOne, Reduction
-from plures.methods.tiling import Rows, Tiled, replace
+from plures.methods.building import ManyInOne, Reduction, Rows, Tiled
 from plures.seeding import check_seed
 from plures.tensors import Layer, canonical, draw, moments
 
@@ -64,25 +63,17 @@ class PackedEnsemble(ManyInOne):
         packing = Packing(network, members, alpha, gamma, first, last, seed)
         first, last = packing.first, packing.last
         tiled = Tiled(packing.pack(network), members, packing.rows, interleave=True)
-        building.rehearse(
-            network,
-            tiled,
-            members,
+        explain = (
             f"PackedEnsemble cannot run {type(network).__name__} with a fraction of its width (if {first!r} does not "
-            f"take the input or {last!r} does not give the logits, name the layers that do with first= and last=)",
+            f"take the input or {last!r} does not give the logits, name the layers that do with first= and last=)"
         )
+        building.rehearse(network, tiled, members, explain)
         super().__init__(network, loss, tiled)
-        self.members = members
-        self.alpha = packing.alpha
-        self.gamma = gamma
-        self.first = first
-        self.last = last
-        self.reduction = reduction
-        self.seed = seed
+        self.members, self.alpha, self.gamma, self.seed = members, packing.alpha, gamma, seed
+        self.first, self.last, self.reduction = first, last, reduction
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a number of members that the file does not hold."""
         names = ("members", "alpha", "gamma", "first", "last", "seed")
         packing = Packing(network, *(stored.options[name] for name in names))
         first_names = canonical(network)
@@ -93,14 +84,10 @@ class PackedEnsemble(ManyInOne):
 
 
 class Fold:
-    """Bring the members of a sample side by side on the channel axis for one layer, and back into the batch after it.
-
-    In the batch the members of a sample follow each other, so both are mere views of the same numbers.
-    """
+    """Bring the members of a sample side by side on the channel axis for one layer, and back after it: mere views."""
 
     def __init__(self, members: int, rows: Rows) -> None:
-        self.members = members
-        self.rows = rows
+        self.members, self.rows = members, rows
 
     def before(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Turn [batch x members, width, ...] into [batch, members x width, ...]."""
@@ -122,11 +109,10 @@ class Fold:
 class PackedLinear(nn.Module):
     """Apply a Linear of its own to each member's rows, cut into groups."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, fold: Fold) -> None:
+    def __init__(self, layer: nn.Linear, fold: Fold) -> None:
         super().__init__()
-        self.weight = weight  # [members x groups, outputs of a group, inputs of a group]
-        self.bias = bias  # [members, outputs]
-        self.fold = fold
+        self.weight = layer.weight  # [members x groups, outputs of a group, inputs of a group]
+        self.bias, self.fold = layer.bias, fold  # [members, outputs]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, ..., inputs] to [rows, ..., outputs]."""
@@ -141,12 +127,10 @@ class PackedLinear(nn.Module):
 class PackedLayerNorm(nn.Module):
     """Normalise each row over its width, with scale and shift of its member's own."""
 
-    def __init__(self, eps: float, weight: nn.Parameter | None, bias: nn.Parameter | None, fold: Fold) -> None:
+    def __init__(self, layer: nn.LayerNorm, fold: Fold) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = weight  # [members, width]
-        self.bias = bias
-        self.fold = fold
+        self.weight, self.bias = layer.weight, layer.bias  # [members, width] each, or None
+        self.eps, self.fold = layer.eps, fold
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [rows, ..., width]."""
@@ -159,10 +143,7 @@ class PackedLayerNorm(nn.Module):
 
 
 class Packing:
-    """Compute how wide each layer of a member is, and pack a network's layers accordingly.
-
-    Where alpha is None it becomes the one nearest to sqrt(members) that makes every width whole.
-    """
+    """Compute how wide each layer of a member is, and pack a network's layers accordingly."""
 
     def __init__(
         self,
@@ -181,9 +162,7 @@ class Packing:
         check_seed(seed)
         self.first, self.last = building.ends(building.layers_of(network), first, last)
         refuse_unknown(network)
-        self.members = members
-        self.gamma = gamma
-        self.seed = seed
+        self.members, self.gamma, self.seed = members, gamma, seed
         self.rows = Rows()
         self.fold = Fold(members, self.rows)
         self.step = self._alpha_step(network)
@@ -196,18 +175,18 @@ class Packing:
         packed = copy.deepcopy(network)
         others: dict[nn.Module, nn.Module] = {}
         for name, module in packed.named_modules():
+            if isinstance(module, nn.Linear | Convolution):
+                self._resize_layer(name, module)
+            elif isinstance(module, _NormBase | nn.GroupNorm | nn.LayerNorm):
+                self._resize_norm(name, module)
             if isinstance(module, nn.Linear):
-                others[module] = self._linear(name, module)
-            elif isinstance(module, Convolution):
-                self._widen_convolution(name, module)
-            elif isinstance(module, _NormBase | nn.GroupNorm):
-                self._widen_norm(name, module)
+                others[module] = PackedLinear(module, self.fold)
             elif isinstance(module, nn.LayerNorm):
-                others[module] = self._layer_norm(name, module)
-            if isinstance(module, Convolution | _NormBase | nn.GroupNorm):
+                others[module] = PackedLayerNorm(module, self.fold)
+            elif isinstance(module, Convolution | _NormBase | nn.GroupNorm):
                 module.register_forward_pre_hook(self.fold.before)
                 module.register_forward_hook(self.fold.after)
-        return replace(packed, others)
+        return building.replace(packed, others)
 
     def _alpha_step(self, network: nn.Module) -> float:
         """Find the number of which alpha must be a multiple, so that widths are whole and groups are full."""
@@ -236,21 +215,16 @@ class Packing:
             f"{name!r}{f', in {parts} groups' if parts > 1 else ''}; use alpha={advice}, or leave it out"
         )
 
-    def _widths(self, name: str, module: Layer, parts: int) -> tuple[int, int]:
-        inputs, outputs = building.widths(module)
-        return (
-            inputs if name == self.first else self._width(name, inputs, parts),
-            outputs if name == self.last else self._width(name, outputs, parts),
-        )
-
     def _cut(self, name: str, module: Layer) -> tuple[int, int, int]:
         """Return the inputs, the outputs and the groups that a member has at a layer."""
-        if isinstance(module, Convolution) and is_depthwise(module):
-            inputs, outputs = self._widths(name, module, 1)
-            return inputs, outputs, inputs
-        groups = 1 if name in (self.first, self.last) else self.gamma
-        groups *= module.groups if isinstance(module, Convolution) else 1
-        return *self._widths(name, module, groups), groups
+        inputs, outputs = building.widths(module)
+        depthwise = isinstance(module, Convolution) and is_depthwise(module)
+        groups = 1 if depthwise or name in (self.first, self.last) else self.gamma
+        if isinstance(module, Convolution) and not depthwise:
+            groups *= module.groups
+        inputs = inputs if name == self.first else self._width(name, inputs, groups)
+        outputs = outputs if name == self.last else self._width(name, outputs, groups)
+        return inputs, outputs, inputs if depthwise else groups
 
     def weight_shape(self, name: str, module: Layer) -> tuple[int, ...]:
         """Return the shape of a layer's packed weight."""
@@ -276,46 +250,34 @@ class Packing:
             raise PluresError(f"{name!r} is tied to a parameter of a layer whose width PackedEnsemble changes")
         return found
 
-    def _linear(self, name: str, module: nn.Linear) -> PackedLinear:
-        _, outputs, _ = self._cut(name, module)
-        shape = self.weight_shape(name, module)
-        gain = math.sqrt(module.in_features / shape[2])  # as large a sum from fewer inputs
-        weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
-        bias = module.bias
-        if bias is not None:
-            bias = self._parameter(f"{name}.bias", bias, (self.members, outputs), gain)
-        return PackedLinear(weight, bias, self.fold)
-
-    def _widen_convolution(self, name: str, module: Convolution) -> None:
+    def _resize_layer(self, name: str, module: nn.Linear | Convolution) -> None:
         inputs, outputs, groups = self._cut(name, module)
         shape = self.weight_shape(name, module)
-        gain = math.sqrt((module.in_channels // module.groups) / (inputs // groups))  # as large a sum from fewer inputs
-        module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
-        module.groups = groups * self.members
+        each = building.widths(module)[0] // (1 if isinstance(module, nn.Linear) else module.groups)
+        gain = math.sqrt(each / (inputs // groups))  # as large a sum from fewer inputs
         module.weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
         if module.bias is not None:
-            module.bias = self._parameter(f"{name}.bias", module.bias, (module.out_channels,), gain)
+            shape = (self.members, outputs) if isinstance(module, nn.Linear) else (self.members * outputs,)
+            module.bias = self._parameter(f"{name}.bias", module.bias, shape, gain)
+        if isinstance(module, Convolution):
+            module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
+            module.groups = groups * self.members
 
-    def _widen_norm(self, name: str, module: _NormBase | nn.GroupNorm) -> None:
-        if isinstance(module, nn.GroupNorm):
-            wide = self.members * self._width(name, module.num_channels, module.num_groups)
-            module.num_channels, module.num_groups = wide, self.members * module.num_groups
+    def _resize_norm(self, name: str, module: _NormBase | nn.GroupNorm | nn.LayerNorm) -> None:
+        shape: tuple[int, ...]
+        if isinstance(module, nn.LayerNorm):
+            shape = (self.members, self._width(name, module.normalized_shape[0], 1))
+        elif isinstance(module, nn.GroupNorm):
+            shape = (self.members * self._width(name, module.num_channels, module.num_groups),)
+            module.num_channels, module.num_groups = shape[0], self.members * module.num_groups
         else:
-            wide = self.members * self._width(name, module.num_features, 1)
-            module.num_features = wide
+            shape = (self.members * self._width(name, module.num_features, 1),)
+            module.num_features = shape[0]
         for kind, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, kind, self._parameter(f"{name}.{kind}", parameter, (wide,)))
+            setattr(module, kind, self._parameter(f"{name}.{kind}", parameter, shape))
         for kind, buffer in list(module.named_buffers(recurse=False)):
             if buffer.dim():  # the statistics, not the count of batches
-                setattr(module, kind, _around_again(buffer, wide))
-
-    def _layer_norm(self, name: str, module: nn.LayerNorm) -> PackedLayerNorm:
-        width = self._width(name, module.normalized_shape[0], 1)
-        weight, bias = (
-            None if given is None else self._parameter(f"{name}.{kind}", given, (self.members, width))
-            for kind, given in (("weight", module.weight), ("bias", module.bias))
-        )
-        return PackedLayerNorm(module.eps, weight, bias, self.fold)
+                setattr(module, kind, _around_again(buffer, shape[0]))
 
 
 def _around_again(values: Tensor, count: int) -> Tensor:
@@ -324,11 +286,7 @@ def _around_again(values: Tensor, count: int) -> Tensor:
 
 
 def is_depthwise(module: Convolution) -> bool:
-    """Return whether each channel has a convolution of its own.
-
-    >>> is_depthwise(nn.Conv2d(8, 8, 3, groups=8))
-    True
-    """
+    """Return whether each channel has a convolution of its own."""
     return 1 < module.groups == module.in_channels
 
 

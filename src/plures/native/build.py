@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PER_LEVEL = ("kernels.c", "training.c")  # compiled once for each set of instructions
@@ -16,17 +15,10 @@ SOURCES = ("owned.h", "training.h", "vectors.h", *PER_LEVEL, "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 
 
-class Level(NamedTuple):
-    """One set of instructions that the kernels are compiled for."""
-
-    lanes: int
-    flags: tuple[str, ...]
-
-
-LEVELS = {  # the best first
-    "avx512": Level(16, ("-mavx512f", "-mfma")),
-    "avx2": Level(8, ("-mavx2", "-mfma")),
-    "portable": Level(4, ()),
+LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {  # sets of instructions, the best first: lanes, and flags
+    "avx512": (16, ("-mavx512f", "-mfma")),
+    "avx2": (8, ("-mavx2", "-mfma")),
+    "portable": (4, ()),
 }
 
 
@@ -35,11 +27,7 @@ class CannotCompileError(Exception):
 
 
 def levels_of(machine: str) -> tuple[str, ...]:
-    """Return the levels that can be compiled for a machine.
-
-    >>> levels_of("aarch64")
-    ('portable',)
-    """
+    """Return the levels that can be compiled for a machine."""
     return tuple(LEVELS) if machine.lower() in ("x86_64", "amd64") else ("portable",)
 
 
@@ -65,11 +53,10 @@ def compile_into(folder: Path, levels: Sequence[str]) -> Path:
         objects = []
         for level in levels:
             lanes, flags = LEVELS[level]
-            names = (f"-DLANES={lanes}", f"-DNAME=kernels_{level}", f"-DTRAINING=training_{level}")
+            names = (f"-DNAME=kernels_{level}", f"-DTRAINING=training_{level}", f'-DINSTRUCTIONS="{level}"')
             for source in PER_LEVEL:
                 objects.append(str(Path(temporary, f"{level}-{source}.o")))
-                told = (*flags, *names, f'-DINSTRUCTIONS="{level}"')
-                _run(compiler, *FLAGS, *told, "-c", str(HERE / source), "-o", objects[-1])
+                _run(compiler, *FLAGS, *flags, f"-DLANES={lanes}", *names, "-c", str(HERE / source), "-o", objects[-1])
         made = Path(temporary, "library")
         have = [f"-DHAVE_{level.upper()}" for level in levels]
         _run(compiler, *FLAGS, *have, "-shared", str(HERE / "library.c"), *objects, "-o", str(made), "-pthread", "-lm")

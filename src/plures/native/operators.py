@@ -87,9 +87,8 @@ def _convolution(
     if residual is not None:
         residual = floats("residual", residual, *output.shape)
     taps = kernel[0] * kernel[1]
-    values = _checked(
-        starts, places, values, members, outputs, inputs, group, 1 if whole else taps, taps if whole else 1
-    )
+    named, each = (1, taps) if whole else (taps, 1)
+    values = _checked(starts, places, values, (members, outputs), inputs, group, named, each)
     layer = filled(
         Convolution,
         *(x, residual, values, bias, starts, places, output),
@@ -113,7 +112,7 @@ def _linear(
     output = x.new_empty(members, rows, outputs)
     in_blocks = values.shape[1:] == (BLOCK,)
     lists, each = (-(-outputs // BLOCK), BLOCK) if in_blocks else (outputs, 1)
-    values = _checked(starts, places, values, members, lists, inputs, group, 1, each)
+    values = _checked(starts, places, values, (members, lists), inputs, group, 1, each)
     if in_blocks:
         sizes = (stride, members, rows, inputs, outputs, group, relu)
         layer = filled(BlockLinear, x, values, bias, starts, places, output, *sizes)
@@ -220,20 +219,12 @@ def _ready(x: Tensor, dimensions: int, of_members: Tensor, inputs: int) -> tuple
 
 
 def _checked(
-    starts: Tensor,
-    places: Tensor,
-    values: Tensor,
-    members: int,
-    outputs: int,
-    inputs: int,
-    group: int,
-    named: int,
-    each: int,
+    starts: Tensor, places: Tensor, values: Tensor, of: tuple[int, int], inputs: int, group: int, named: int, each: int
 ) -> Tensor:
     """Check lists: one per member, group of inputs and output, whose entries name `named` places of each input."""
     if not 1 <= group <= inputs or group * named > MOST_PLACES:
         raise PluresError(f"groups of {group} do not fit a layer of {inputs} inputs")
-    groups = -(-inputs // group)
+    groups, (members, outputs) = -(-inputs // group), of
     if starts.shape != (members, groups * outputs + 1) or places.dim() != 1:
         raise PluresError(
             f"lists {tuple(starts.shape)} do not fit this layer: they must be ({members}, {groups * outputs + 1})"

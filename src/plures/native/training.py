@@ -5,10 +5,10 @@ there are lanes lie side by side and fill the CPU's vectors.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plures.errors import PluresError
@@ -38,6 +38,18 @@ def blocked(x: Tensor, members: int = 1) -> Tensor:
 def unblocked(x: Tensor) -> Tensor:
     """Lay images one after the other again, the members one after the other."""
     return x.permute(0, 1, 5, 2, 3, 4).contiguous().flatten(0, 2)
+
+
+def blocked_rows(x: Tensor, members: int = 1) -> Tensor:
+    """Lay rows, [members * rows, ..., features], side by side as the pixels of one image; lanes divide their number."""
+    lanes, rows = load().lanes, x.numel() // (members * x.shape[-1])
+    height = next(n for n in (4, 2, 1) if rows // lanes % n == 0)
+    return x.reshape(members, 1, height, -1, lanes, x.shape[-1]).permute(0, 1, 5, 2, 3, 4).contiguous()
+
+
+def unblocked_rows(x: Tensor, lead: Sequence[int]) -> Tensor:
+    """Lay rows one after the other again, [members * lead[0], *lead[1:], features]."""
+    return x.permute(0, 1, 3, 4, 5, 2).reshape(len(x) * lead[0], *lead[1:], x.shape[2])
 
 
 class Order(NamedTuple):
@@ -225,28 +237,39 @@ def _to_weight(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKerne
     return to
 
 
-def norm(x: Tensor, layer: nn.BatchNorm2d, residual: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """Normalise blocked images of one member by the statistics of the batch, and update those of the layer.
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batches: Tensor,
+    momentum: float,
+    epsilon: float,
+    residual: Tensor | None = None,
+    *,
+    relu: bool = False,
+) -> Tensor:
+    """Normalise blocked images of each member by the statistics of its batch, and update the running ones.
 
-        y = norm(x, layer, shortcut, relu=True)  # relu(layer(x) + shortcut)
+        y = norm(x, weight, bias, mean, variance, batches, 0.1, 1e-5, shortcut, relu=True)
 
-    The layer has weights, and running statistics with a momentum.
+    Weights and statistics are [members, channels], the number of batches [members].
     """
-    channels = layer.num_features
-    x = floats("images", x, 1, None, channels, None, None, load().lanes)
+    members, _, channels = x.shape[:3]
+    x = floats("images", x, members, None, channels, None, None, load().lanes)
     residual = None if residual is None else floats("shortcut", residual, *x.shape)
-    tables = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
-    weight, bias, *_ = (floats("norm layer", cast(Tensor, table), channels) for table in tables)
+    tables = [floats("norm layer", table, members, channels) for table in (weight, bias, running_mean, running_var)]
     if min(x.shape) < 1:
         raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:5])}")
     result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight[None], bias[None], layer.eps, relu
+        x, residual, *tables[:2], epsilon, relu
     )
-    count = x.numel() // channels
+    count = x.numel() // (members * channels)
     with torch.no_grad():
-        layer.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        layer.running_mean.lerp_(mean[0], layer.momentum)  # type: ignore[union-attr,arg-type]
-        layer.running_var.lerp_(variance[0] * (count / (count - 1)), layer.momentum)  # type: ignore[union-attr,arg-type]
+        batches.add_(1)
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(variance * (count / (count - 1)), momentum)
     return result  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """Commands that train many runs and show them in one table: compare, reproduce."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -10,12 +10,12 @@ from tyro.conf import Positional, Suppress, arg
 
 from plures.checks import unknown
 from plures.errors import PluresError, visible
+from plures.files import check_place
 from plures.lab.cli.shared import Command, DataDir, Given, Settings, Switch, print_json
 
 if TYPE_CHECKING:  # --help answers without torch
     from plures.lab.compare import Comparison
     from plures.lab.compare.rows import Row
-    from plures.lab.compare.table import Column
 
 Runs = Annotated[Path, arg(metavar="FOLDER", help="The folder for all runs.")]
 Jobs = Annotated[
@@ -29,26 +29,18 @@ On = Annotated[
 AFTER_INTERRUPT = "the same command resumes, and repeats no finished run"
 
 
-def tell(
-    title: str,
-    stem: Path,
-    rows: "Sequence[Row]",
-    columns: "Sequence[Column]",
-    notes: dict[str, str],
-    *,
-    json: bool,
-) -> dict[str, Any]:
+def tell(title: str, stem: Path, rows: "Sequence[Row]", notes: Mapping[str, str], *, json: bool) -> dict[str, Any]:
     """Write a table to files, print which runs failed and, without `json`, the table; return its JSON document."""
     from plures.lab.compare import table
 
-    about = table.about(rows) | notes
-    paths = table.write(stem.parent, stem.name, rows, columns, about)
+    about = {**table.about(rows), **notes}
+    paths = table.write(stem, rows, about)
     for row in rows:
         for failure in row.failures:
             print(visible(f"plures: {row.name} failed with {failure}"), file=sys.stderr)
     if not json:
-        table.show(title, rows, columns, f"written: {', '.join(map(str, paths))}")
-    return table.document(rows, about)
+        table.show(title, rows, f"written: {', '.join(map(str, paths))}")
+    return table.as_json(rows, about)
 
 
 @dataclass(frozen=True)
@@ -108,11 +100,10 @@ class Compare(Command):
         members = self.settings.members if "members" in self.given else None
         comparison = Comparison(self.recipe, self.settings.recipe(), variants(self.methods), seeds, members=members)
 
-        from plures.lab.compare import table  # only now: reporting a misspelt method needs no torch
-        from plures.lab.compare.compare import compare
+        from plures.lab.compare.compare import compare  # only now: reporting a misspelt method needs no torch
 
-        name = "results" if self.out is None else f"compare-{self.recipe}"
-        folder = table.writable(self.out or self.runs / self.recipe)
+        stem = self.runs / self.recipe / "results" if self.out is None else self.out / f"compare-{self.recipe}"
+        check_place(Path(f"{stem}.md"))  # before hours of training, not after
         (rows,) = compare(
             [comparison],
             self.runs,
@@ -123,7 +114,7 @@ class Compare(Command):
             ood=self.ood,
         )
         title = f"{self.recipe}: {self.settings.data}, {self.settings.model}"
-        document = tell(title, folder / name, rows, table.columns(rows), {}, json=self.json)
+        document = tell(title, stem, rows, {}, json=self.json)
         if self.json:
             print_json(document)
         return 2 if any(row.failures for row in rows) else 0
@@ -204,19 +195,17 @@ class Reproduce(Command):
 
     def _make(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab.compare.compare import compare
-        from plures.lab.compare.table import writable
         from plures.lab.paper import PAPER
         from plures.lab.paper.targets import TARGETS, draw
 
-        folder = writable(self.out)
+        check_place(self.out / f"{self.target}.md")
         found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
         target = TARGETS[self.target]
         documents, notes = {}, {"paper": PAPER, **target.notes}
         for comparison, rows in zip(comparisons, found, strict=True):
             name = comparison.name
-            stem = folder / f"{self.target}-{name}"
-            columns = target.columns(rows)
-            documents[name] = tell(f"{self.target}, {name}", stem, rows, columns, notes, json=self.json)
+            stem = self.out / f"{self.target}-{name}"
+            documents[name] = tell(f"{self.target}, {name}", stem, rows, notes, json=self.json)
         if self.json:
             print_json({"target": self.target, "scale": self.scale, "tables": documents})
         if self.target.startswith("figure"):

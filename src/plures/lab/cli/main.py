@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     after_interrupt = "nothing was done"
     _open_missing_streams()
-    with contextlib.redirect_stderr(_Forgiving(sys.stderr)), _harmless_warnings():
+    logging.getLogger("plures").addFilter(_harmless)
+    with contextlib.redirect_stderr(_Forgiving(sys.stderr)):
         try:
             command = parse(list(sys.argv[1:] if arguments is None else arguments))
             after_interrupt = command.after_interrupt
@@ -122,20 +123,10 @@ class _Forgiving:
         return getattr(self._stream, name)
 
 
-@contextlib.contextmanager
-def _harmless_warnings() -> Iterator[None]:
-    """Escape control characters in warnings: names of files and folders may come from anybody."""
-
-    def harmless(record: logging.LogRecord) -> bool:
-        record.msg, record.args = visible(record.getMessage()), ()
-        return True
-
-    logger = logging.getLogger("plures")
-    logger.addFilter(harmless)
-    try:
-        yield
-    finally:
-        logger.removeFilter(harmless)
+def _harmless(record: logging.LogRecord) -> bool:
+    """Escape control characters in a warning: names of files and folders may come from anybody."""
+    record.msg, record.args = visible(record.getMessage()), ()
+    return True
 
 
 def _open_missing_streams() -> None:

@@ -33,7 +33,7 @@ class Evaluate(Command):
     run: RunPath
     shift: Switch = False
     """Also measure on corrupted images."""
-    ood: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="")] = None
+    ood: Annotated[str | None, arg(metavar="NAME|FOLDER|ID", help_behavior_hint="")] = None
     """Out-of-distribution data: a name, a folder or a hub id."""
     data_dir: DataDir = None
     trust_code: TrustCode = False
@@ -43,17 +43,21 @@ class Evaluate(Command):
         """Measure, and show the result."""
         from plures.lab import terminal
         from plures.lab.data import open_data
-        from plures.lab.evaluation.evaluate import evaluate, evaluate_ood, evaluate_shift
+        from plures.lab.evaluation import evaluate as measure
         from plures.lab.runs.open import open_run
 
         run = open_run(self.run, trust_code=self.trust_code)
         data = run.data(self.data_dir)
         unfamiliar = open_data(self.ood, data_dir=self.data_dir, like=data.info) if self.ood else None
-        found: dict[str, Any] = {"run": str(self.run), "test": evaluate(run.ensemble, data)}
+        predictor = measure.fastest(run.ensemble)
+        tested = measure.predictions(run.ensemble, data.test, predictor=predictor)
+        found: dict[str, Any] = {"run": str(self.run), "test": measure.evaluate(run.ensemble, data, predictor, tested)}
         if self.shift:
-            found["shift"] = evaluate_shift(run.ensemble, data, lambda words: print(words, file=sys.stderr))
+            found["shift"] = measure.evaluate_shift(run.ensemble, data, lambda words: print(words, file=sys.stderr))
         if unfamiliar:
-            found["ood"] = {"data": self.ood, "scores": evaluate_ood(run.ensemble, data, unfamiliar)}
+            some = measure.evenly(unfamiliar.test, measure.OTHER_IMAGES)
+            outside, _ = measure.predictions(run.ensemble, some, predictor=predictor)
+            found["ood"] = {"data": self.ood, "scores": measure.told_apart(tested[0], outside)}
         if self.json:
             print_json(found)
             return 0
@@ -92,11 +96,11 @@ class Predict(Command):
     run: RunPath
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE", help_behavior_hint="(one or more)")]
     """PNG, JPEG or other image files, or folders of them."""
-    abstain_below: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    abstain_below: Annotated[float | None, arg(metavar="PROBABILITY", help_behavior_hint="")] = None
     """Abstain from a label if the confidence is lower."""
-    coverage: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    coverage: Annotated[float | None, arg(metavar="PROBABILITY", help_behavior_hint="")] = None
     """Print a set of classes that contains the true class with this probability."""
-    risk: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    risk: Annotated[float | None, arg(metavar="PROBABILITY", help_behavior_hint="")] = None
     """Abstain so often that at most this share of the remaining labels is wrong."""
     trust_code: TrustCode = False
     json: Json = False
@@ -247,11 +251,8 @@ class Report(Command):
     def __call__(self) -> int:
         """Write the page, and print its path."""
         from plures.files import check_place
-        from plures.lab.compare.rows import rows_of, with_sizes
+        from plures.lab.compare.rows import rows_of
         from plures.lab.report import write_report
-
-        def tell(words: str) -> None:
-            print(visible(words), file=sys.stderr, flush=True)
 
         if not self.runs:
             raise PluresError("there are no runs to report on: give run folders, or folders that contain them")
@@ -259,10 +260,8 @@ class Report(Command):
             check_place(self.out)
         except PluresError as error:
             raise PluresError(f"{error}; give another file with --out") from error
-        rows = with_sizes(rows_of(self.runs), trust_code=self.trust_code)
-        words = " ".join(shlex.quote(str(run)) for run in self.runs)
-        command = f"plures report {words}"
-        trust = self.trust_code
-        page = write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=trust, tell=tell)
-        print(visible(str(page)))
+        rows = rows_of(self.runs)
+        command = shlex.join(["plures", "report", *map(str, self.runs)])
+        write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=self.trust_code)
+        print(visible(str(self.out)))
         return 0

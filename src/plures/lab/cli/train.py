@@ -76,14 +76,7 @@ class Train(Command):
             raise PluresError(f"{self.method} has no option members: leave out --members {self.settings.members}")
         recipe = self.settings.recipe()
         run = self.run or Path("runs") / f"{self.recipe}-{short_name(self.method)}-seed{recipe.seed}"
-        found = train(
-            recipe,
-            self.method,
-            run,
-            settings=self.set,
-            recipe_name=self.recipe,
-            data_dir=self.data_dir,
-        )
+        found = train(recipe, self.method, run, settings=self.set, recipe_name=self.recipe, data_dir=self.data_dir)
         if found and self.json:
             print_json({"run": str(run), "test": found})
         elif found:

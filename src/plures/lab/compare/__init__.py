@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plures.errors import PluresError
-from plures.lab.method_names import METHOD_NAMES, facts, short_name
+from plures.lab.method_names import METHOD_NAMES, known_method, short_name
 from plures.lab.paper import Published
 from plures.lab.recipes import Recipe
 
@@ -17,10 +17,6 @@ from plures.lab.recipes import Recipe
 @dataclass(frozen=True)
 class Variant:
     """One row of a comparison: a method with its options.
-
-        Variant("deep-ensemble")
-        Variant("orthogonal-dropout", ("granularity=kernel",), label="kernels")
-        Variant("deep-ensemble", longer=2.1)
 
     `longer` multiplies the epochs, `members` replaces the recipe's.
     """
@@ -35,21 +31,14 @@ class Variant:
     def parse(cls, words: str) -> "Variant":
         """Read METHOD or METHOD:NAME=VALUE,NAME=VALUE; a METHOD outside the package is package.module:Class.
 
-        >>> Variant.parse("orthogonal-dropout:granularity=kernel,classifier=split").settings
-        ('granularity=kernel', 'classifier=split')
         >>> Variant.parse("mine.methods:Forest:depth=3").method
         'mine.methods:Forest'
         """
         method, *others = words.split(":")
         if method not in METHOD_NAMES and others and "=" not in others[0]:
             method = f"{method}:{others.pop(0)}"
-        facts(method)  # refuses others
+        known_method(method)  # refuses others
         return cls(method, tuple(option.strip() for option in ":".join(others).split(",") if option.strip()))
-
-    @property
-    def class_name(self) -> str:
-        """The method's class."""
-        return METHOD_NAMES.get(self.method, self.method.rpartition(":")[2])
 
     @property
     def name(self) -> str:
@@ -91,8 +80,6 @@ class Job:
 class Comparison:
     """The runs of one table: variants of one recipe, each with the same seeds.
 
-        Comparison("digits", get_recipe("digits"), (Variant("deterministic"), Variant("mimo")), seeds=(0, 1, 2))
-
     `paper` has the published figures of a variant by its name; `members` are for all methods, also those that usually
     have fewer.
     """
@@ -114,11 +101,12 @@ class Comparison:
         jobs = []
         for seed in self.seeds:
             for variant in self.variants:
+                usual = self.recipe.for_method(variant.method).members  # such a run is shared with other tables
+                folder = replace(variant, members=None).folder if variant.members == usual else variant.folder
                 recipe = variant.recipe(replace(self.recipe, seed=seed))
                 if self.members is not None:
                     recipe = replace(recipe, members=self.members)
-                run = runs / self.name / variant.folder / f"seed-{seed}"
-                jobs.append(Job(recipe, variant, run, self.name))
+                jobs.append(Job(recipe, variant, runs / self.name / folder / f"seed-{seed}", self.name))
         return jobs
 
 

@@ -1,4 +1,4 @@
-"""Finished runs as rows of a comparison: the runs of each row, its name, and the paper's figures for it.
+"""Finished runs as rows of a comparison: the runs of each row, its name and its costs.
 
 Names and commands follow from a run's config.json alone: no network is built.
 """
@@ -8,17 +8,16 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError, visible
-from plures.lab.costs import Costs, kept_costs, size_of
+from plures.lab.costs import Costs, kept_costs
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
-from plures.lab.paper import PAPER_FORM, TABLE1, TABLE2, Published, paper_data, paper_members
-from plures.lab.recipes import RECIPES
+from plures.lab.paper import Published
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import described, unfinished
@@ -125,31 +124,20 @@ def rows_of(folders: Sequence[Path]) -> list[Row]:
     return make_rows([Row(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)])
 
 
-def make_rows(rows: Sequence[Row], paper: Mapping[str, Published] | None = None) -> list[Row]:
-    """Complete the rows of a comparison: the costs of their first runs, and what was published.
-
-    `paper` has the published figures by name; without it, they are looked up. Runs of different data raise an error.
-    """
-    check_same_data([run for row in rows for run in row.runs])
-    return [
-        replace(
-            row,
-            costs=kept_costs(row.runs[0].path),
-            # A table that has figures of the paper has all of them.
-            paper=paper.get(row.name) if paper else published(row.runs[0]),
-        )
-        if row.runs
-        else row
-        for row in rows
-    ]
-
-
-def with_sizes(rows: Sequence[Row], *, trust_code: bool = False) -> list[Row]:
-    """Compute the relative file size of the rows whose costs were not measured."""
-    return [
-        replace(row, costs=row.costs or size_of(row.runs[0].path, trust_code=trust_code)) if row.runs else row
-        for row in rows
-    ]
+def make_rows(rows: Sequence[Row]) -> list[Row]:
+    """Add the costs of their first runs to the rows of a comparison. Runs of different data raise an error."""
+    runs = [run for row in rows for run in row.runs]
+    seen: dict[int, Finished] = {}
+    for run in runs:
+        # Which images are held out for validation depends on the seed; all else must be the same for all.
+        alike = (runs[0], ("name", "classes", "size", "channels")), (seen.setdefault(run.seed, run), ("fingerprint",))
+        for other, keys in alike:
+            if differing := [key for key in keys if run.config["data"][key] != other.config["data"][key]]:
+                raise PluresError(
+                    f"runs with different data cannot be compared in one table: {other.path} and {run.path} differ in "
+                    f"the {' and '.join(differing)} of their data"
+                )
+    return [replace(row, costs=kept_costs(row.runs[0].path)) if row.runs else row for row in rows]
 
 
 def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: str | None) -> list[Row]:
@@ -181,43 +169,6 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
             )
         found |= dict.fromkeys(below)
     return list(found)
-
-
-def check_same_data(runs: Sequence[Finished]) -> None:
-    """Raise an error if runs were measured on different images."""
-    seen: dict[int, Finished] = {}
-    for run in runs:
-        # Which images are held out for validation depends on the seed; all else must be the same for all.
-        data = {key: run.config["data"][key] for key in ("name", "classes", "size", "channels")}
-        other = runs[0]
-        if data != {key: other.config["data"][key] for key in data}:
-            names = f"{other.path} has {_data(other)}, {run.path} has {_data(run)}"
-            raise PluresError(f"runs with different data cannot be compared in one table: {names}")
-        twin = seen.setdefault(run.seed, run)
-        if twin.config["data"]["fingerprint"] != run.config["data"]["fingerprint"]:
-            raise PluresError(
-                f"runs with different data cannot be compared in one table: {twin.path} and {run.path} have the same "
-                f"seed and name of the data ({data['name']}), but other images, labels or limits"
-            )
-
-
-def _data(run: Finished) -> str:
-    data = run.config["data"]
-    return f"{data['name']} ({len(data['classes'])} classes, {data['size']} pixels)"
-
-
-def published(run: Finished) -> Published | None:
-    """Return the paper's figures for the method, options and data of a run, or None."""
-    wide = "wide_resnet" in run.config["recipe"]["model"]
-    found = (TABLE2 if wide else TABLE1).get(paper_data(run.config["data"]["name"]), {}).get(run.method)
-    members = paper_members(run.method, wide)
-    form = PAPER_FORM.get(run.method, {})
-    others = [setting for setting in run.made.settings if setting.partition("=")[0] not in form]
-    as_published = not others and all(run.config["options"].get(name) == value for name, value in form.items())
-    if found is None or not as_published or run.metrics["members"] != members:
-        return None
-    usual = [asdict(recipe.for_method(run.config["method"]).epochs) for recipe in RECIPES.values()]
-    return found if run.config["recipe"]["epochs"] in usual else None
 
 
 def _names(runs: Sequence[Finished]) -> list[str]:

@@ -5,7 +5,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,45 +15,42 @@ from rich.table import Table
 from rich.text import Text
 
 from plures import files
-from plures.errors import PluresError, visible
+from plures.errors import visible
 from plures.lab import terminal
 from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.costs import machine
-from plures.lab.paper import Published
 from plures.lab.training.progress import duration
 
 # What the CSV and the JSON file hold of each run. The table shows `columns`.
 FILED = (
-    "accuracy",
-    "nll",
-    "ece",
-    "brier",
-    "calibrated_nll",
-    "temperature",
-    "aurc",
-    "mean_member_accuracy",
-    "agreement",
-    "seconds",
-    "calibrated_ece",
-    "shift_accuracy",
-    "shift_nll",
-    "shift_ece",
-    "ood_auroc",
-    "ood_fpr95",
+    *("accuracy", "nll", "ece", "brier", "calibrated_nll", "temperature", "aurc", "mean_member_accuracy", "agreement"),
+    *("seconds", "calibrated_ece", "shift_accuracy", "shift_nll", "shift_ece", "ood_auroc", "ood_fpr95"),
 )
-
-PAPER_TITLE = "paper: accuracy % / NLL / ECE"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a comparison: the figure of a row, how it is written, and which end is better."""
+    """One column of a comparison: a metric of runs or a cost, how it is written, and which end is better."""
 
     title: str
-    value: Callable[[Row], float | None]
-    cell: Callable[[Row], str]
+    key: str
     better: Literal["high", "low"] | None = None
+    digits: int = 3
+    scale: float = 1
+    unit: str = ""
     trust: bool = False  # of calibration, shift or other data: the report has a table for these
+
+    def value(self, row: Row) -> float | None:
+        """Return the cost, or the mean of the metric over the seeds; None if it was not measured."""
+        found = getattr(row.costs, self.key, None)
+        mean = row.mean(self.key) if found is None else found
+        return None if mean is None else self.scale * mean
+
+    def cell(self, row: Row) -> str:
+        """Return the value in words, with its standard deviation if there are several seeds."""
+        value, deviation = self.value(row), row.deviation(self.key)
+        spread = "" if deviation is None else f" ± {self.scale * deviation:.{self.digits}f}"
+        return terminal.UNKNOWN if value is None else f"{value:.{self.digits}f}{spread}{self.unit}"
 
     def best(self, rows: Sequence[Row]) -> Row | None:
         """Return the best of the rows that have a figure; None if there are fewer than two."""
@@ -67,94 +64,60 @@ class Column:
         return self.best([row for row in rows if row.efficient] if any(row.costs for row in rows) else rows)
 
 
+class PaperColumn(Column):
+    """The column of the paper's figures, several in a cell; its key names them."""
+
+    def value(self, row: Row) -> float | None:
+        """Return the published accuracy."""
+        return row.paper.accuracy if row.paper else None
+
+    def cell(self, row: Row) -> str:
+        """Return the published figures."""
+        found = [] if row.paper is None else [(key, getattr(row.paper, key)) for key in self.key.split()]
+        words = [f"{100 * value:.1f}" if key.endswith("accuracy") else f"{value:.3g}" for key, value in found]
+        return " / ".join(words) or terminal.UNKNOWN
+
+
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns of a comparison, without those that no row has a figure for.
 
     What matters most comes first: a narrow screen shows no more than fits.
     """
+    paper = PaperColumn("paper: accuracy % / NLL / ECE", "accuracy nll ece")
+    if any(row.paper and row.paper.agreement for row in rows):
+        title = "paper: member accuracy % / accuracy % / NLL / ECE / agreement"
+        paper = PaperColumn(title, "member_accuracy accuracy nll ece agreement")
     every = [
-        _measured("accuracy %", "accuracy", "high", digits=1, scale=100),
-        _measured("NLL", "nll", "low"),
-        _measured("ECE", "ece", "low", digits=4),
-        paper_column(PAPER_TITLE, "accuracy", "nll", "ece"),
-        _cost("size", "size", "{:.2f} x"),
-        _cost("prediction", "prediction", "{:.1f} x"),
-        _cost("training epochs", "epochs", "{:.0f}"),
-        _measured("calibrated NLL", "calibrated_nll", "low", trust=True),
-        _measured("calibrated ECE", "calibrated_ece", "low", digits=4, trust=True),
-        _measured("accuracy % under shift", "shift_accuracy", "high", digits=1, scale=100, trust=True),
-        _measured("NLL under shift", "shift_nll", "low", trust=True),
-        _measured("ECE under shift", "shift_ece", "low", digits=4, trust=True),
-        _measured("AUROC % out of distribution", "ood_auroc", "high", digits=1, scale=100, trust=True),
-        _measured("Brier", "brier", "low"),
-        _measured("member accuracy %", "mean_member_accuracy", None, digits=1, scale=100),
-        _measured("agreement", "agreement", None),
+        Column("accuracy %", "accuracy", "high", 1, 100),
+        Column("NLL", "nll", "low"),
+        Column("ECE", "ece", "low", 4),
+        paper,
+        Column("size", "size", digits=2, unit=" x"),
+        Column("prediction", "prediction", digits=1, unit=" x"),
+        Column("training epochs", "epochs", digits=0),
+        Column("calibrated NLL", "calibrated_nll", "low", trust=True),
+        Column("calibrated ECE", "calibrated_ece", "low", 4, trust=True),
+        Column("accuracy % under shift", "shift_accuracy", "high", 1, 100, trust=True),
+        Column("NLL under shift", "shift_nll", "low", trust=True),
+        Column("ECE under shift", "shift_ece", "low", 4, trust=True),
+        Column("AUROC % out of distribution", "ood_auroc", "high", 1, 100, trust=True),
+        Column("Brier", "brier", "low"),
+        Column("member accuracy %", "mean_member_accuracy", digits=1, scale=100),
+        Column("agreement", "agreement"),
     ]
     return [column for column in every if any(column.value(row) is not None for row in rows)]
 
 
-def _measured(
-    title: str,
-    key: str,
-    better: Literal["high", "low"] | None,
-    *,
-    digits: int = 3,
-    scale: float = 1,
-    trust: bool = False,
-) -> Column:
-    """Return the column of a metric: its mean, and its standard deviation if there are several seeds."""
-
-    def value(row: Row) -> float | None:
-        mean = row.mean(key)
-        return None if mean is None else scale * mean
-
-    def cell(row: Row) -> str:
-        deviation = row.deviation(key)
-        spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
-        return terminal.figure(value(row), digits) + spread
-
-    return Column(title, value, cell, better, trust)
+def write(stem: Path, rows: Sequence[Row], about: Mapping[str, str]) -> list[Path]:
+    """Write STEM.json, STEM.md and STEM.csv, and return their paths."""
+    document = json.dumps(as_json(rows, about), indent=2, allow_nan=False) + "\n"
+    contents = {f"{stem}.json": document, f"{stem}.md": markdown(rows, about), f"{stem}.csv": as_csv(rows)}
+    for path, text in contents.items():
+        files.write(Path(path), text.encode())
+    return [Path(path) for path in contents]
 
 
-def _cost(title: str, key: str, pattern: str) -> Column:
-    def value(row: Row) -> float | None:
-        return None if row.costs is None else getattr(row.costs, key)
-
-    return Column(title, value, lambda row: terminal.UNKNOWN if value(row) is None else pattern.format(value(row)))
-
-
-def paper_column(title: str, *keys: str) -> Column:
-    """Return a column of the paper's figures."""
-
-    def word(paper: Published, key: str) -> str:
-        value = getattr(paper, key)
-        if value is None:
-            return terminal.UNKNOWN
-        return f"{100 * value:.1f}" if key.endswith("accuracy") else f"{value:.3g}"
-
-    def cell(row: Row) -> str:
-        return terminal.UNKNOWN if row.paper is None else " / ".join(word(row.paper, key) for key in keys)
-
-    return Column(title, lambda row: row.paper.accuracy if row.paper else None, cell)
-
-
-def write(
-    folder: Path, name: str, rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]
-) -> list[Path]:
-    """Write NAME.json, NAME.md and NAME.csv into a folder, and return their paths."""
-    contents = {
-        "json": json.dumps(document(rows, about), indent=2, allow_nan=False) + "\n",
-        "md": markdown(rows, columns, about),
-        "csv": as_csv(rows),
-    }
-    paths = []
-    for suffix, text in contents.items():
-        paths.append(folder / f"{name}.{suffix}")
-        files.write(paths[-1], text.encode())
-    return paths
-
-
-def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
     """Return a comparison as JSON values."""
     found = [
         {
@@ -175,24 +138,14 @@ def document(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
     return {"about": dict(about), "rows": found}
 
 
-def writable(folder: Path) -> Path:
-    """Create a folder for results, or raise an error: before hours of training, not after."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PluresError(f"cannot create the folder {folder}: {error.strerror}; choose another one") from error
-    return folder
-
-
-def markdown(rows: Sequence[Row], columns: Sequence[Column], about: Mapping[str, str]) -> str:
+def markdown(rows: Sequence[Row], about: Mapping[str, str]) -> str:
     """Write a comparison as Markdown; the best of those that take the place of one network is bold."""
-    lines = [f"| method | {' | '.join(column.title for column in columns)} |", "|---|" + "---|" * len(columns)]
+    shown = columns(rows)
+    lines = [f"| method | {' | '.join(column.title for column in shown)} |", "|---|" + "---|" * len(shown)]
     for row in rows:
+        cells = ["failed", *([""] * (len(shown) - 1))]
         if row.runs:
-            stars = ["**" if column.stressed(rows) is row else "" for column in columns]
-            cells = [f"{star}{column.cell(row)}{star}" for star, column in zip(stars, columns, strict=True)]
-        else:
-            cells = ["failed", *([""] * (len(columns) - 1))]
+            cells = [f"**{one.cell(row)}**" if one.stressed(rows) is row else one.cell(row) for one in shown]
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
     notes = [f"{row.name} failed with {failure}" for row in rows for failure in row.failures]
     notes += [f"{key}: {value}" for key, value in about.items()]
@@ -227,31 +180,30 @@ def about(rows: Sequence[Row]) -> dict[str, str]:
 def as_csv(rows: Sequence[Row]) -> str:
     """Write one line per run, with every digit."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", "seed", *FILED, "size", "prediction", "training_epochs", "failure"])
+    fields = ["method", "seed", *FILED, "size", "prediction", "training_epochs", "failure"]
+    writer = csv.DictWriter(text, fields, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for row in rows:
-        costs = list(asdict(row.costs).values()) if row.costs else ["", "", ""]
-        for run in row.runs:
-            writer.writerow([row.name, run.seed, *(run.metrics.get(key) for key in FILED), *costs, ""])
-        for failure in row.failures:
-            writer.writerow([row.name, "", *([""] * (len(FILED) + 3)), failure])
+        costs = {**asdict(row.costs), "training_epochs": row.costs.epochs} if row.costs else {}
+        writer.writerows({**run.metrics, **costs, "method": row.name, "seed": run.seed} for run in row.runs)
+        writer.writerows({"method": row.name, "failure": failure} for failure in row.failures)
     return text.getvalue()
 
 
-def show(title: str, rows: Sequence[Row], columns: Sequence[Column], *more: str) -> None:
+def show(title: str, rows: Sequence[Row], *more: str) -> None:
     """Print a comparison with its legend: in a narrow terminal titles are wrapped, then columns left out."""
-    console = terminal.console()
+    console, every = terminal.console(), columns(rows)
     endless = console.options.update(max_width=10_000)
-    made, left_out = table(title, rows, columns), []
-    for count in range(len(columns), 0, -1):
+    made, left_out = _table(title, rows, every), []
+    for count in range(len(every), 0, -1):
         if Measurement.get(console, endless, made).maximum <= console.width:
             break
-        made, left_out = table(title, rows, columns[:count], narrow=True), [one.title for one in columns[count:]]
+        made, left_out = _table(title, rows, every[:count], narrow=True), [one.title for one in every[count:]]
     narrow = [f"not shown: {', '.join(left_out)}; a wider terminal shows them"] if left_out else []
     terminal.show(made, legend(rows, bold=console.is_terminal), *narrow, *more)
 
 
-def table(title: str, rows: Sequence[Row], columns: Sequence[Column], *, narrow: bool = False) -> Table:
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Column], *, narrow: bool = False) -> Table:
     """Return a table for a terminal; a `narrow` one wraps titles, and never numbers."""
     made = terminal.table(title, ["method", *(column.title for column in columns)], [], words=["method"])
     for shown, column in zip(made.columns[1:], columns, strict=True):

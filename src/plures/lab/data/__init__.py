@@ -19,7 +19,7 @@ import numpy.typing as npt
 from plures.checks import whole_number
 from plures.errors import PluresError
 from plures.files import digest
-from plures.lab.data.cache import CachedSplit, cache_folder, open_cache
+from plures.lab.data.cache import cache_folder, open_cache
 from plures.lab.data.images import read_image
 from plures.lab.data.sources import expanded, find_source
 from plures.lab.data.split import (
@@ -52,11 +52,7 @@ log = logging.getLogger("plures")
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A data set, ready to train on.
-
-        data = open_data("cifar10", data_dir="data")
-        data.train, data.validation, data.test           # each a DataSplit: .images, .labels, len()
-        data.info.classes, data.info.channels, data.info.size, data.info.mean, data.info.std
+    """A data set, ready to train on: three splits, each with `.images`, `.labels` and a length.
 
     A missing split is empty, but data for training always have test images. The fingerprint is a hash of all images and
     labels, of their preprocessing and of the choice of rows.
@@ -102,71 +98,59 @@ def open_data(
         whole_number("limit", limit)
     if not math.isfinite(validation) or validation < 0 or (validation >= 1 and validation != int(validation)):
         raise PluresError(f"validation={validation}; use a fraction below 1 or a whole number of images, 0 or more")
-    _check_sizes(size, cache_size, like)
+    if like is not None and (size is not None or cache_size is not None):
+        raise PluresError("open_data takes either a size or like=info, which already has one, but both were given")
+    if size is not None:
+        whole_number("size", size, most=MOST_PIXELS_PER_SIDE)
+    if cache_size is not None:
+        if size is None:
+            raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side of the network's input")
+        whole_number("cache_size", cache_size, least=size, most=MOST_PIXELS_PER_SIDE)
     folder = data_dir or os.environ.get("PLURES_DATA")
     source = find_source(name, expanded(folder) if folder else None)
     stored_size, channels = (like.cache_size, like.channels) if like else (cache_size or size, None)
-    entry, splits = open_cache(source, cache_folder(cache_dir), stored_size, channels)
+    entry, pixels, labels, moments = open_cache(source, cache_folder(cache_dir), stored_size, channels)
 
-    nothing = CachedSplit(
-        images=np.empty((0, entry.size, entry.size, entry.channels), np.uint8),
-        labels=np.empty(0, np.int64),
-        moments=np.empty((0, 2, entry.channels), np.int64),
-    )
-    train, test, validating = (splits.get(split, nothing) for split in ("train", "test", "validation"))
-    train_rows, test_rows, rows = (np.arange(len(part.labels)) for part in (train, test, validating))
-    if len(train_rows) and not len(test_rows):
-        test, (train_rows, test_rows) = train, _hold_out(name, train.labels, everything=like is not None)
-    train_rows, carved = _choose(name, train.labels, train_rows, limit, 0 if len(rows) else validation, seed)
-    if not len(rows):
-        validating, rows = train, carved
-    mean, std = (like.mean, like.std) if like else _mean_and_std(train.moments[train_rows], entry.size)
+    first, _ = entry.splits.get("train", (0, 0))
+    train, test, own = (np.arange(*entry.splits.get(split, (0, 0))) for split in ("train", "test", "validation"))
+    if like is not None and not len(test):  # nothing is trained on these
+        train, test = test, train
+    elif len(train) and not len(test):
+        count = max(1, round(HELD_OUT * len(train)))
+        if count == len(train):
+            raise PluresError(f"{name} contains a single image: give more, for training and for testing")
+        log.warning("%s has no test images: %d of its %d training images are held out", name, count, len(train))
+        train, test = _parted(labels, train, count, seed=0)
+    if limit is not None:
+        train = train[random_rows(labels[train], limit, seed, balanced=True)]
+    count = 0 if len(own) else round(validation * len(train)) if validation < 1 else int(validation)
+    if count and count >= len(train) > 0:
+        raise PluresError(
+            f"validation={validation} cannot be held out from the {len(train)} training images of {name}: "
+            "give a fraction, such as 0.1, or a smaller number"
+        )
+    train, carved = _parted(labels, train, count, seed)
+    mean, std = (like.mean, like.std) if like else _mean_and_std(moments[train], entry.size)
     size = like.size if like else size or entry.size
     info = DataInfo(name, entry.classes, entry.channels, size, entry.size, stored_size is not None, mean, std)
-    parts = (f" {len(chosen)} ".encode() + chosen.astype("<i8").tobytes() for chosen in (train_rows, carved))
+    parts = (f" {len(rows)} ".encode() + (rows - first).astype("<i8").tobytes() for rows in (train, carved))
+
+    def split(kind: str, rows: Rows) -> DataSplit:
+        return DataSplit(kind, info, pixels, rows, labels[rows])
+
     return Data(
         info=info,
-        train=DataSplit("train", info, train.images, train_rows, train.labels[train_rows]),
-        validation=DataSplit("validation", info, validating.images, rows, validating.labels[rows]),
-        test=DataSplit("test", info, test.images, test_rows, test.labels[test_rows]),
+        train=split("train", train),
+        validation=split("validation", own if len(own) else carved),
+        test=split("test", test),
         fingerprint=digest(f"{entry.content} {size} {entry.size} {entry.channels}".encode(), *parts, length=32),
     )
 
 
-def _check_sizes(size: int | None, cache_size: int | None, like: DataInfo | None) -> None:
-    if like is not None and (size is not None or cache_size is not None):
-        raise PluresError("open_data takes either a size or like=info, which already has one, but both were given")
-    if size is None and cache_size is not None:
-        raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side of the network's input")
-    if size is not None:
-        whole_number("size", size, most=MOST_PIXELS_PER_SIDE)
-    if size is not None and cache_size is not None:
-        whole_number("cache_size", cache_size, least=size, most=MOST_PIXELS_PER_SIDE)
-
-
-def _hold_out(name: str, labels: Rows, everything: bool) -> tuple[Rows, Rows]:
-    """Return the rows to train on and the rows to test on of data without test images."""
-    count = len(labels) if everything else max(1, round(HELD_OUT * len(labels)))
-    if count == len(labels) and not everything:
-        raise PluresError(f"{name} contains a single image: give more, for training and for testing")
-    test = random_rows(labels, count, seed=0)
-    if not everything:
-        log.warning("%s has no test images: %d of its %d training images are held out", name, count, len(labels))
-    return np.delete(np.arange(len(labels), dtype=np.int64), test), test
-
-
-def _choose(name: str, labels: Rows, rows: Rows, limit: int | None, validation: float, seed: int) -> tuple[Rows, Rows]:
-    """Return the rows to train on and the rows to validate on."""
-    if limit is not None:
-        rows = rows[random_rows(labels[rows], limit, seed, balanced=True)]
-    count = round(validation * len(rows)) if validation < 1 else int(validation)
-    if count and count >= len(rows) > 0:
-        raise PluresError(
-            f"validation={validation} cannot be held out from the {len(rows)} training images of {name}: "
-            "give a fraction, such as 0.1, or a smaller number"
-        )
-    held_out = random_rows(labels[rows], count, seed)
-    return np.delete(rows, held_out), rows[held_out]
+def _parted(labels: Rows, rows: Rows, count: int, seed: int) -> tuple[Rows, Rows]:
+    """Return the rows that remain, and the `count` rows that are held out, class by class."""
+    chosen = random_rows(labels[rows], count, seed)
+    return np.delete(rows, chosen), rows[chosen]
 
 
 def _mean_and_std(moments: npt.NDArray[np.int64], side: int) -> tuple[list[float], list[float]]:

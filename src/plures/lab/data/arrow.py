@@ -22,10 +22,7 @@ MOST_CLASSES = 100_000  # bounds the memory that a wrong label costs; ImageNet-2
 
 @dataclass(frozen=True)
 class ArrowTable:
-    """A table that is read piece by piece; `origin` is its name in error messages.
-
-    `read` takes column names and yields record batches or tables.
-    """
+    """A table of which `read` yields some columns piece by piece; `origin` is its name in error messages."""
 
     origin: str
     schema: pa.Schema
@@ -95,9 +92,8 @@ def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
     words: list[str] = []
     if named:
         (first, names), *others = named.items()
-        for other, its_names in others:
-            if its_names != names:
-                raise PluresError(f"{first} and {other} have different class names: write both with the same classes")
+        if other := next((origin for origin, its_names in others if its_names != names), None):
+            raise PluresError(f"{first} and {other} have different class names: write both with the same classes")
     else:
         values = {value for table in tables for (value,) in table.cells(table.label_column())}
         words = sorted(value for value in values if isinstance(value, str))
@@ -118,15 +114,14 @@ def arrow_contents(splits: Mapping[str, Sequence[ArrowTable]]) -> Contents:
 
 def parquet_table(file: Path) -> ArrowTable:
     """Open a Parquet file."""
+    ordinary(file)
     try:
-        with pq.ParquetFile(ordinary(file)) as parquet:
+        with pq.ParquetFile(file) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
             columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
             # No cell is larger than its column in a group of rows.
             largest = max([1, *(int(column.total_uncompressed_size) for column in columns)])
-    except PluresError:
-        raise
     except Exception as error:  # as above
         raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
 
@@ -152,14 +147,12 @@ def _encoded_images(tables: Sequence[ArrowTable], codes: Mapping[Any, int]) -> I
 
 def _encoded(cell: object, origin: str) -> bytes:
     """Return the bytes of an image cell, which is a struct of bytes and path, or bytes."""
-    if isinstance(cell, Mapping):
-        path = cell.get("path")
-        if cell.get("bytes") is None and isinstance(path, str) and path:
-            try:
-                return read_file(path)
-            except PluresError as error:
-                raise PluresError(f"{origin} points to a file: {error}") from error
-        cell = cell.get("bytes")
+    path, cell = (cell.get("path"), cell.get("bytes")) if isinstance(cell, Mapping) else (None, cell)
+    if cell is None and isinstance(path, str) and path:
+        try:
+            return read_file(path)
+        except PluresError as error:
+            raise PluresError(f"{origin} points to a file: {error}") from error
     if not isinstance(cell, bytes):
         raise PluresError(f"{origin} has no encoded image: the image column must contain PNG or JPEG bytes")
     return cell

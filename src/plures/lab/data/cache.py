@@ -1,17 +1,18 @@
 """The image cache: images are decoded once, into files that are mapped into memory.
 
-    <cache>/<hash>/train-images.npy  decoded images; the hash is of the source's files and of the preparation
-    <cache>/<hash>/entry.json        classes, sizes, and checksums of the other files
+    <cache>/<hash>/images.npy  decoded images; the hash is of the source's files and of the preparation
+    <cache>/<hash>/entry.json  classes, sizes, and checksums of the other files
 
 A folder is written beside and renamed, so it is there completely or not at all. Checksums are compared on opening, and
 a damaged folder is written again.
 """
 
 import hashlib
+import math
 import os
 import shutil
 import zlib
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,14 +26,11 @@ from rich.progress import track
 
 from plures.errors import PluresError
 from plures.files import digest, sealed, unsealed
-from plures.lab.data.images import GREY_MODES, Contents, EncodedImage, decode, open_image, to_pixels, to_square
+from plures.lab.data.images import GREY_MODES, EncodedImage, decode, open_image, to_pixels, to_square
 from plures.lab.data.sources import Source, expanded
 from plures.lab.data.split import MOST_PIXELS_PER_SIDE
 
-FORMAT = 2  # counts changes of the files' contents
-KINDS = ("images", "labels", "moments")  # one file of each per split
-CHUNK = 256  # images that are decoded before they are written,
-CHUNK_BYTES = 2**25  # or fewer, if they have more bytes than this
+FORMAT = 3  # counts changes of the files' contents
 
 
 class Entry(msgspec.Struct):
@@ -40,35 +38,26 @@ class Entry(msgspec.Struct):
 
     content: str
     classes: list[str]
-    rows: dict[str, int]  # by split
+    splits: dict[str, tuple[int, int]]  # the first row of each, and the one after its last
     size: int
     channels: int
     checksums: dict[str, int]  # by file
 
 
-class CachedSplit(NamedTuple):
-    """The decoded images of one split, mapped into memory.
+class Cached(NamedTuple):
+    """The decoded images of all splits, mapped into memory.
 
     `moments` are the sums of the pixels and of their squares, per image and channel: [N, 2, channels].
     """
 
+    entry: Entry
     images: npt.NDArray[np.uint8]
     labels: npt.NDArray[np.int64]
     moments: npt.NDArray[np.int64]
 
 
-Cached = tuple[Entry, dict[str, CachedSplit]]
-
-
-class _HasColour(Exception):  # noqa: N818 (not an error)
-    """An image has colour, and all were expected to be grey."""
-
-
 def cache_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of decoded images: as given, from PLURES_CACHE, or the system's folder for caches.
-
-    cache_folder()  # ~/.cache/plures on Linux
-    """
+    """Return the folder of decoded images: as given, from PLURES_CACHE, or the system's folder for caches."""
     chosen = given or os.environ.get("PLURES_CACHE")
     return expanded(chosen) if chosen else platformdirs.user_cache_path("plures", appauthor=False)
 
@@ -81,14 +70,12 @@ def open_cache(source: Source, cache: Path, size: int | None, channels: int | No
     """
     key = f"{FORMAT} {size} {channels} {source.signature}"
     folder = cache / digest(key.encode(errors="surrogateescape"), length=32)  # paths need not be UTF-8
-    found = _open(folder)
-    if found is not None:
+    if found := _open(folder):
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / "lock"):
-            found = _open(folder)  # another process may have been faster
-            if found is None:
+            if not (found := _open(folder)):  # another process may have been faster
                 _write(source, folder, size, channels)
                 found = _open(folder)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -107,11 +94,8 @@ def _open(folder: Path) -> Cached | None:
         entry = msgspec.json.decode(unsealed((folder / "entry.json").read_text()) or "", type=Entry)
         if any(_checksum(folder / name) != checksum for name, checksum in entry.checksums.items()):
             return None
-        splits = {}
-        for split in entry.rows:
-            images, labels, moments = (folder / f"{split}-{kind}.npy" for kind in KINDS)
-            splits[split] = CachedSplit(np.load(images, mmap_mode="r"), np.load(labels), np.load(moments))
-        return entry, splits
+        images = np.load(folder / "images.npy", mmap_mode="r")
+        return Cached(entry, images, np.load(folder / "labels.npy"), np.load(folder / "moments.npy"))
     except (OSError, ValueError, msgspec.DecodeError):
         return None
 
@@ -122,20 +106,11 @@ def _checksum(file: Path) -> int:
 
 def _write(source: Source, folder: Path, size: int | None, channels: int | None) -> None:
     """Decode a source into a folder, which takes the place of a missing or damaged one when it is complete."""
-    contents = source.read()
-    for name in contents[0]:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise PluresError(f"the class name {name!r} is not written in UTF-8: rename the class") from None
     beside = folder.with_suffix(".partial")
     shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
     beside.mkdir()
     try:
-        try:
-            entry = _decode(source.name, contents, beside, size, channels or 1, only_grey=channels is None)
-        except _HasColour:
-            entry = _decode(source.name, contents, beside, size, 3)
+        entry = _decode(source, beside, size, channels)
         (beside / "entry.json").write_text(sealed(msgspec.json.encode(entry).decode()))
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
@@ -143,12 +118,23 @@ def _write(source: Source, folder: Path, size: int | None, channels: int | None)
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _decode(
-    name: str, contents: Contents, folder: Path, given: int | None, channels: int, *, only_grey: bool = False
-) -> Entry:
-    """Decode all splits into the files of a folder."""
-    classes, splits = contents[0], dict(sorted(contents[1].items()))
-    first = next((image for images in splits.values() for image in images.read()), None)
+def _decode(source: Source, folder: Path, given: int | None, channels: int | None) -> Entry:
+    """Decode all splits, one after the other, into the files of a folder."""
+    name, (classes, found) = source.name, source.read()
+    for one in classes:
+        try:
+            one.encode()
+        except UnicodeEncodeError:
+            raise PluresError(f"the class name {one!r} is not written in UTF-8: rename the class") from None
+    total, splits, number = hashlib.sha256(), {}, 0
+    for split, images in sorted(found.items()):
+        splits[split] = number, number + images.number
+        number += images.number
+
+    def encoded() -> Iterator[EncodedImage]:
+        return (image for split in splits for image in found[split].read())
+
+    first = next(encoded(), None)
     if first is None:
         raise PluresError(f"{name} contains no images")
     size = given or open_image(first.encoded, first.origin).width
@@ -157,53 +143,44 @@ def _decode(
             f"the images of {name} have {size:,} pixels per side, but at most {MOST_PIXELS_PER_SIDE:,} are possible: "
             "give a size"
         )
-    rows = {split: images.number for split, images in splits.items()}
-    needed, free = sum(rows.values()) * size * size * channels, shutil.disk_usage(folder).free
+    if channels is None:
+        grey = all(open_image(image.encoded, image.origin).mode in GREY_MODES for image in encoded())
+        channels = 1 if grey else 3
+    shape = number, size, size, channels
+    needed, free = math.prod(shape), shutil.disk_usage(folder).free
     if needed > free:
         raise PluresError(
             f"decoded, {name} takes {needed:,} bytes, and the disk of {folder.parent} has {free:,} left: choose a "
             "smaller size, or another place with cache_dir or PLURES_CACHE"
         )
-    total, console = hashlib.sha256(), Console(stderr=True)
 
-    def decoded(image: EncodedImage) -> tuple[npt.NDArray[np.uint8], int]:
-        total.update(f"{image.label} {len(image.encoded)}\n".encode())
-        total.update(image.encoded)
-        opened = open_image(image.encoded, image.origin)
-        if only_grey and opened.mode not in GREY_MODES:
-            raise _HasColour
-        if given is None and opened.size != (size, size):
-            raise PluresError(
-                f"the images of {name} are not all square and of one size ({image.origin} has {opened.width} x "
-                f"{opened.height} pixels, the first image is {size} wide): give a size, such as size={min(size, 64)}"
-            )
-        return to_pixels(to_square(decode(opened, channels, image.origin), size)), image.label
+    def decoded() -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
+        for split in splits:
+            total.update(f"{split} {found[split].number}\n".encode())
+            for image in found[split].read():
+                total.update(f"{image.label} {len(image.encoded)}\n".encode())
+                total.update(image.encoded)
+                opened = open_image(image.encoded, image.origin)
+                if given is None and opened.size != (size, size):
+                    raise PluresError(
+                        f"the images of {name} are not all square and of one size ({image.origin} has {opened.width} x "
+                        f"{opened.height} pixels, the first image is {size} wide): give a size, "
+                        f"such as size={min(size, 64)}"
+                    )
+                yield to_pixels(to_square(decode(opened, channels, image.origin), size)), image.label
 
-    for split, images in splits.items():
-        total.update(f"{split} {images.number}\n".encode())
-        at_once = max(1, min(CHUNK, CHUNK_BYTES // (size * size * channels)))
-        every = track(
-            map(decoded, images.read()),
-            f"Decoding {name} ({split})",
-            images.number,
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        every = iter(every)
-        shape = images.number, size, size, channels
-        labels, moments = [np.empty(0, np.int64)], [np.empty((0, 2, channels), np.int64)]
-        # Written piece by piece, not through a memory map: a full disk is then an error and not the end of the process.
-        with (folder / f"{split}-images.npy").open("wb") as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-            while chunk := list(islice(every, at_once)):
-                pixels = np.stack([image for image, _ in chunk])
-                file.write(pixels.tobytes())
-                labels.append(np.array([label for _, label in chunk], np.int64))
-                flat = pixels.reshape(len(pixels), -1, channels)
-                squares = np.square(flat, dtype=np.uint16)
-                moments.append(np.stack([flat.sum(1, dtype=np.int64), squares.sum(1, dtype=np.int64)], axis=1))
-        np.save(folder / f"{split}-labels.npy", np.concatenate(labels))
-        np.save(folder / f"{split}-moments.npy", np.concatenate(moments))
+    console, labels, moments = Console(stderr=True), [], []
+    # Written piece by piece, not through a memory map: a full disk is then an error and not the end of the process.
+    with (folder / "images.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        for pixels, label in track(
+            decoded(), f"Decoding {name}", number, console=console, transient=True, disable=not console.is_terminal
+        ):
+            file.write(pixels.tobytes())
+            labels.append(label)
+            flat = pixels.reshape(-1, channels)
+            moments.append([flat.sum(0, dtype=np.int64), np.square(flat, dtype=np.uint16).sum(0, dtype=np.int64)])
+    np.save(folder / "labels.npy", np.array(labels, np.int64))
+    np.save(folder / "moments.npy", np.array(moments, np.int64))
     checksums = {file.name: _checksum(file) for file in sorted(folder.glob("*.npy"))}
-    return Entry(total.hexdigest(), classes, rows, size, channels, checksums)
+    return Entry(total.hexdigest(), classes, splits, size, channels, checksums)

@@ -85,10 +85,9 @@ def images_below(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise PluresError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
 
-    walk = os.walk(folder, onerror=refuse)
-    files = (Path(here, name) for here, _, names in walk for name in names if not name.startswith("."))
-    found = [file for file in files if file.suffix.lower() in EXTENSIONS]
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+    found = [Path(here, name) for here, _, names in os.walk(folder, onerror=refuse) for name in names]
+    images = (file for file in found if file.suffix.lower() in EXTENSIONS and not file.name.startswith("."))
+    return sorted(images, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def open_image(encoded: bytes, origin: str) -> Image.Image:
@@ -102,8 +101,6 @@ def open_image(encoded: bytes, origin: str) -> Image.Image:
         raise PluresError(f"{origin} is damaged or not an image: remove it or save it again as PNG or JPEG") from error
     if image.width * image.height > MOST_PIXELS:
         raise TooLarge(too_large)
-    if min(image.size) < 1:
-        raise PluresError(f"{origin} is an image without pixels: remove it or save it again as PNG or JPEG")
     if image.mode.startswith(DEEP_MODES):
         raise PluresError(f"{origin} has pixels of more than 8 bits (mode {image.mode}): convert it to 8 bits")
     return image
@@ -150,15 +147,11 @@ def centre(image: Image.Image, size: int) -> Image.Image:
 
 def to_pixels(image: Image.Image) -> npt.NDArray[np.uint8]:
     """Return the pixels as [height, width, channels], also for a grey image."""
-    pixels = np.asarray(image)
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+    return np.asarray(image).reshape(image.height, image.width, -1)
 
 
 def read_image(path: str | Path, info: DataInfo) -> npt.NDArray[np.uint8]:
     """Read an image file and prepare it like the images of a data set: uint8 [size, size, channels].
-
-        pixels = read_image("wren.jpg", data.info)
-        images = data.info.normalise(torch.from_numpy(pixels)[None])  # the input of a network
 
     Images of any size are resized and cut to the middle, and converted to grey or colour as the data set is. A warning
     is logged for each change that the data set's own images did not need.

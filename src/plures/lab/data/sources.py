@@ -84,13 +84,10 @@ def find_source(name: str, data_dir: Path | None) -> Source:
         try:
             return _read_hub(hub_id, configuration)
         except ConnectionError as error:
-            home = (
-                data_dir / name if data_dir is not None else f"a folder {name!r} below the one that PLURES_DATA names"
-            )
             local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
             raise PluresError(
-                f"the data {name!r} were not found: {local}, and {error}; "
-                f"put train.parquet and test.parquet (or train/CLASS/*.png and test/CLASS/*.png) into {home}"
+                f"the data {name!r} were not found: {local}, and {error}; put train.parquet and test.parquet "
+                f"(or train/CLASS/*.png and test/CLASS/*.png) into {(data_dir or Path('$PLURES_DATA')) / name}"
             ) from None
 
     # The signature is the name alone: once decoded, a hub set is opened without asking the hub again.
@@ -265,17 +262,11 @@ def _read_hub(hub_id: str, configuration: str | None) -> Contents:
     try:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:  # without a network, `datasets` would retry for a long time
             huggingface_hub.HfApi().dataset_info(hub_id, timeout=PATIENCE)
-    except HfHubHTTPError as error:
-        raise ConnectionError(
-            f"the Hugging Face hub has no public data set {hub_id} (or you need to log in)"
-        ) from error
-    except Exception as error:  # the exception classes of connections differ between versions of the hub client
-        raise ConnectionError(f"the Hugging Face hub cannot be reached for {hub_id}") from error
-    try:
         loaded = datasets.load_dataset(hub_id, configuration)
     except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
-        reason = arrow.first_line(error)
-        raise ConnectionError(f"{hub_id} on the Hugging Face hub cannot be loaded ({reason})") from error
+        refused = isinstance(error, HfHubHTTPError)
+        reason = "it is not there, or you need to log in" if refused else arrow.first_line(error)
+        raise ConnectionError(f"{hub_id} cannot be loaded from the Hugging Face hub ({reason})") from error
     splits = _by_split(dict(loaded), hub_id)
     return arrow.arrow_contents({split: [_hub_table(f"{hub_id} ({split})", part)] for split, part in splits.items()})
 

@@ -24,11 +24,6 @@ MOST_PIXELS_PER_SIDE = 8192  # of what a network is given
 class DataInfo:
     """How the images of a data set are prepared: enough to prepare other images in the same way.
 
-        info = data.info
-        json.dumps(dataclasses.asdict(info))            # goes into a run folder ...
-        info = DataInfo(**json.loads(text))             # ... and comes back equal
-        unfamiliar = open_data("svhn", like=info)       # other data, prepared for the same network
-
     `mean` and `std` are per channel, for pixels between 0 and 1; both are empty for data without training images.
     """
 
@@ -53,8 +48,6 @@ class DataInfo:
 
     def normalise(self, images: Tensor) -> Tensor:
         """Turn uint8 pixels [batch, height, width, channels] into network input [batch, channels, height, width].
-
-            inputs = data.info.normalise(torch.from_numpy(data.test.images[:8]))
 
         Subtracts the mean and divides by the standard deviation of the training images; the result is float32 in the
         channels_last memory format.
@@ -82,9 +75,7 @@ class DataInfo:
 class DataSplit:
     """The train, validation or test part of a data set.
 
-        len(data.test), data.test.images[0], data.test.labels[0]
-
-    `pixels` is the memory map of all images that were decoded together, and `rows` are those of the split.
+    `pixels` is the memory map of the images of all parts, and `rows` are those of this one, in ascending order.
     """
 
     name: str
@@ -98,9 +89,9 @@ class DataSplit:
 
     @property
     def images(self) -> npt.NDArray[np.uint8]:
-        """The images, [N, height, width, channels]: the memory map itself, or a copy if only some rows are used."""
-        if np.array_equal(self.rows, np.arange(len(self.pixels))):
-            return self.pixels
+        """The images, [N, height, width, channels]: a part of the memory map, or a copy if rows are left out."""
+        if len(self) and self.rows[-1] - self.rows[0] == len(self) - 1:  # rows ascend
+            return self.pixels[self.rows[0] : self.rows[-1] + 1]
         return self.pixels[self.rows]
 
     def seen(self, chosen: slice | Rows) -> npt.NDArray[np.uint8]:
@@ -145,8 +136,6 @@ class Augment:
 
     def __call__(self, images: Tensor, size: int, generator: torch.Generator) -> Tensor:
         """Change normalised images [batch, channels, height, width] and bring them to size x size.
-
-            Augment(crop=2)(images, 16, torch.Generator().manual_seed(0))
 
         Random numbers are drawn on the CPU, so that every device sees the same images.
         """

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image
+from scipy.ndimage import gaussian_filter, map_coordinates
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,8 +29,6 @@ Streams = list[torch.Generator]
 @dataclass(frozen=True)
 class Corruption:
     """One way to corrupt an image, at one of five severities.
-
-        corrupted = Corruption("fog", severity=3)(images)  # uint8 in, uint8 out
 
     The result depends on the images and their row numbers alone, never on the batch in which they come. The random
     numbers of a row are the same at every severity, so that severities differ in nothing else.
@@ -75,10 +74,9 @@ def defocus_blur(images: Tensor, disk: tuple[float, float], streams: Streams) ->
     soft = torch.exp(-0.5 * (torch.arange(-1, 2, dtype=torch.float64) / softness).square())
     soft /= soft.sum()
     kernel = F.conv2d((inside / inside.sum())[None, None], torch.outer(soft, soft)[None, None], padding=1)
-    batch, height, width, channels = images.shape
-    rows, columns = (_mirrored(torch.arange(-reach, side + reach), side) for side in (height, width))
-    around = images.double()[:, rows][:, :, columns].permute(0, 3, 1, 2).flatten(0, 1)[:, None]
-    return F.conv2d(around, kernel).view(batch, channels, height, width).permute(0, 2, 3, 1)
+    mirrored = np.pad(images.numpy(), ((0, 0), (reach, reach), (reach, reach), (0, 0)), "reflect")
+    around = torch.from_numpy(mirrored).double().permute(3, 0, 1, 2)[:, :, None]
+    return torch.stack([F.conv2d(channel, kernel)[:, 0] for channel in around], dim=-1)
 
 
 def motion_blur(images: Tensor, trail: tuple[float, float], streams: Streams) -> Tensor:
@@ -166,17 +164,14 @@ def elastic(images: Tensor, stretch: tuple[float, float, float], streams: Stream
     rows, columns = torch.meshgrid(*(torch.arange(one, dtype=torch.float64) for one in (height, width)), indexing="ij")
     places = torch.stack([columns, rows, torch.ones_like(rows)], dim=-1).view(-1, 3) @ back
     x, y = places.view(len(images), height, width, 2).unbind(-1)
-    pulled = _between_pixels(images.double(), y, x, _mirrored)
-    moves = reach * numbers[:, 6:].reshape(2 * len(images), height, width)
-    moves = _smoothing(height, alike) @ moves @ _smoothing(width, alike).T
-    dx, dy = moves.view(len(images), 2, height, width).unbind(1)
-    return _between_pixels(pulled, rows + dy, columns + dx, _repeated)
+    pulled = _between_pixels(images.double(), y, x, "mirror")
+    moves = (reach * numbers[:, 6:]).view(len(images), 2, height, width).numpy()
+    dx, dy = torch.from_numpy(gaussian_filter(moves, (0, 0, alike, alike), truncate=3)).unbind(1)
+    return _between_pixels(pulled, rows + dy, columns + dx, "reflect")
 
 
 def fractal(random: Tensor, fading: float) -> Tensor:
-    """Grow a cloudy height map by the diamond-square rule, from random numbers [batch, side * side].
-
-        clouds = fractal(torch.rand(8, 32 * 32), fading=2.0)  # [8, 32, 32], between 0 and 1
+    """Grow cloudy height maps [batch, side, side] by the diamond-square rule, from random numbers [batch, side * side].
 
     Every round halves the distance between known points and sets the points between to the mean of their four
     neighbours plus a random number that fades; opposite edges are neighbours.
@@ -216,43 +211,13 @@ def _each(images: Tensor, corrupt: Callable[[Image.Image], Image.Image]) -> Tens
     return torch.from_numpy(corrupted).double().view(images.shape)
 
 
-def _between_pixels(images: Tensor, y: Tensor, x: Tensor, at_border: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _between_pixels(images: Tensor, y: Tensor, x: Tensor, border: str) -> Tensor:
     """Read images at places between pixels, [batch, height, width]: the mean of four, weighted by how near they are."""
-    height, width = images.shape[1:3]
-    top, left = y.floor(), x.floor()
-    low, right = (y - top)[..., None], (x - left)[..., None]
-    batch = torch.arange(len(images))[:, None, None]
-
-    def pixels(down: int, aside: int) -> Tensor:
-        return images[batch, at_border(top.long() + down, height), at_border(left.long() + aside, width)]
-
-    upper = pixels(0, 0) * (1 - right) + pixels(0, 1) * right
-    lower = pixels(1, 0) * (1 - right) + pixels(1, 1) * right
-    return upper * (1 - low) + lower * low
-
-
-def _mirrored(places: Tensor, side: int) -> Tensor:
-    """Continue an image over its border, the border pixel once: c b | a b c | b a."""
-    period = max(1, 2 * (side - 1))
-    return side - 1 - (places.remainder(period) - (side - 1)).abs()
-
-
-def _repeated(places: Tensor, side: int) -> Tensor:
-    """Continue an image over its border, the border pixel twice: b a | a b c | c b."""
-    inside = places.remainder(2 * side)
-    return torch.minimum(inside, 2 * side - 1 - inside)
-
-
-def _smoothing(side: int, deviation: float) -> Tensor:
-    """Return the matrix that smooths a column of pixels with a Gaussian, cut off at three deviations."""
-    if deviation == 0:
-        return torch.eye(side, dtype=torch.float64)
-    reach = int(3 * deviation + 0.5)
-    steps = torch.arange(-reach, reach + 1)
-    weights = torch.exp(-0.5 * (steps.double() / deviation).square())
-    places = _repeated(torch.arange(side)[:, None] + steps, side)
-    matrix = torch.zeros(side, side, dtype=torch.float64)
-    return matrix.scatter_add_(1, places, (weights / weights.sum()).expand(side, -1))
+    read = [
+        [map_coordinates(channel, place, order=1, mode=border) for channel in image]
+        for image, place in zip(images.permute(0, 3, 1, 2).numpy(), torch.stack([y, x], dim=1).numpy(), strict=True)
+    ]
+    return torch.from_numpy(np.array(read)).permute(0, 2, 3, 1)
 
 
 def _grown(images: Tensor) -> float:

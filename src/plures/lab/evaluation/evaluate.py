@@ -28,16 +28,19 @@ Spoil = Callable[[Tensor, int], Tensor]
 Tell = Callable[[str], None]
 
 
-def evaluate(ensemble: Ensemble, data: Data, predictor: Predictor | None = None) -> dict[str, Any]:
+def evaluate(
+    ensemble: Ensemble, data: Data, predictor: Predictor | None = None, tested: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Any]:
     """Return the metrics of the test images; an ensemble that is not calibrated is calibrated on the validation images.
 
     The values are JSON: what cannot be computed (the agreement of one member, a temperature without validation
-    images) is None. `predictor` predicts for the ensemble; by default, the fastest engine.
+    images) is None. `predictor` predicts for the ensemble; by default, the fastest engine. `tested` are the
+    `predictions` of the test images, if they were made before.
     """
     predictor = predictor or fastest(ensemble)
     if ensemble.calibration is None and len(set(data.validation.labels.tolist())) > 1:
         ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation, predictor=predictor))
-    members, targets = predictions(ensemble, data.test, predictor=predictor)
+    members, targets = tested or predictions(ensemble, data.test, predictor=predictor)
     found = scores(members, targets) | {"engine": engine_of(predictor)}
     learned = ensemble.calibration
     if not isinstance(learned, ClassCalibration):
@@ -87,13 +90,6 @@ def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: No
             | {name: found[name] for name in ("images", "accuracy", "nll", "ece")}
         )
     return rows
-
-
-def evaluate_ood(ensemble: Ensemble, data: Data, unfamiliar: Data) -> list[dict[str, Any]]:
-    """Measure how well uncertainty separates the test images of other data from the data's own."""
-    inside, _ = predictions(ensemble, data.test)
-    outside, _ = predictions(ensemble, evenly(unfamiliar.test, OTHER_IMAGES))
-    return told_apart(inside, outside)
 
 
 def evenly(split: DataSplit, most: int) -> DataSplit:

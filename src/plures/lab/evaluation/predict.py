@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
 from plures.answers import ABSTAINED, Prediction
 from plures.errors import PluresError, visible
@@ -38,13 +41,12 @@ class Failure:
     error: str
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The options of a prediction."""
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of a prediction; the bounds are those that the server checks."""
 
-    abstain_below: float | None = None  # no label if the confidence is lower
-    coverage: float | None = None  # the probability that the set of classes contains the true class
-    risk: float | None = None  # the largest share of labels that may be wrong
+    abstain_below: Annotated[float, Meta(ge=0, le=1, description="no label if the confidence is lower")] | None = None
+    coverage: Annotated[float, Meta(gt=0, lt=1, description="how likely `classes` has the true class")] | None = None
+    risk: Annotated[float, Meta(gt=0, lt=1, description="the largest share of labels that may be wrong")] | None = None
 
 
 def predict_files(

@@ -2,13 +2,14 @@
 
 import io
 import math
-import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from matplotlib import style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -18,6 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures import files
+from plures.lab.compare.rows import Row
 from plures.lab.method_names import Look, looks_of
 from plures.lab.paper import Published
 
@@ -50,15 +52,6 @@ SCORES = (
 
 
 @dataclass(frozen=True)
-class Bars:
-    """The runs of one method, and the published mean accuracy of its members."""
-
-    name: str
-    runs: RunMetrics
-    paper: float | None = None
-
-
-@dataclass(frozen=True)
 class Series:
     """The runs of one method by their number of members, and the paper's values for it."""
 
@@ -67,31 +60,30 @@ class Series:
     paper: Mapping[int, Published]
 
 
-def member_bars(panels: Mapping[str, Sequence[Bars]], stem: Path) -> list[Path]:
+@style.context(RULES, after_reset=True)
+def member_bars(panels: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
     """Draw figure 1, the accuracy of each member, as PDF, PNG and SVG; return their paths.
 
     The ensemble is a line above its members, the paper's mean member a hollow marker. Over several seeds, bars and
     lines are means, with one standard deviation around them.
     """
-    every = [group for groups in panels.values() for group in groups]
-    looks = looks_of(group.name for group in every)
-    with style.context(RULES, after_reset=True):
-        figure = Figure(figsize=(WIDTH, 3.0 * len(panels) + 0.3), layout="constrained")
-        grid = figure.subplots(len(panels), squeeze=False)[:, 0]
-        for axes, (title, groups) in zip(grid, panels.items(), strict=True):
-            axes.set_title(title, fontweight="bold")
-            _bar_panel(axes, groups, looks)
-        handles = [
-            Patch(facecolor="#BBBBBB", label="one member"),
-            Line2D([], [], color=INK, linewidth=1.8, label="ensemble"),
-            *_deviation(group.runs for group in every),
-        ]
-        if any(group.paper for group in every):
-            handles.append(Line2D([], [], **_hollow(Look(INK, "D")), label="paper: mean member"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=4)
-        return _save(figure, stem)
+    every = [row for rows in panels.values() for row in rows]
+    looks = looks_of(row.name for row in every)
+    figure = Figure(figsize=(WIDTH, 3.0 * len(panels) + 0.5), layout="constrained")
+    grid = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (title, rows) in zip(grid, panels.items(), strict=True):
+        axes.set_title(title, fontweight="bold")
+        _bar_panel(axes, rows, looks)
+    handles = [
+        Patch(facecolor="#BBBBBB", label="one member"),
+        Line2D([], [], color=INK, linewidth=1.8, label="ensemble"),
+        *_notes((row.runs for row in every), "D", "paper: mean member" if any(row.paper for row in every) else ""),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return _save(figure, stem)
 
 
+@style.context(RULES, after_reset=True)
 def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[Path]:
     """Draw figures 2 and 3, scores against the number of members, as PDF, PNG and SVG; return their paths.
 
@@ -100,57 +92,49 @@ def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[
     """
     every = [series for panel in panels.values() for series in panel]
     looks = looks_of(series.name for series in every)
-    with style.context(RULES, after_reset=True):
-        handles: list[Artist] = [Line2D([], [], **_solid(look), label=name) for name, look in looks.items()]
-        handles += _deviation(runs for series in every for runs in series.points.values())
-        if any(series.paper for series in every):
-            handles.append(Line2D([], [], **_hollow(Look(INK, "o")), label="paper (hollow)"))
-        figure = Figure(figsize=(WIDTH, 2.4 * len(panels) + 0.2 * len(handles)), layout="constrained")
-        grid = figure.subplots(len(panels), len(SCORES), squeeze=False)
-        for row, (title, own) in zip(grid, panels.items(), strict=True):
-            row[0].set_ylabel(title, fontweight="bold")
-            for axes, (_, key, scale) in zip(row, SCORES, strict=True):
-                _line_panel(axes, own, key, scale, looks)
-        for axes, below, (heading, _, _) in zip(grid[0], grid[-1], SCORES, strict=True):
-            axes.set_title(heading)
-            below.set_xlabel("members")
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
-        return _save(figure, stem)
+    handles: list[Artist] = [Line2D([], [], **_solid(look), label=name) for name, look in looks.items()]
+    paper = "paper (hollow)" if any(series.paper for series in every) else ""
+    handles += _notes((runs for series in every for runs in series.points.values()), "o", paper)
+    figure = Figure(figsize=(WIDTH, 2.4 * len(panels) + 0.2 * len(handles)), layout="constrained")
+    grid = figure.subplots(len(panels), len(SCORES), squeeze=False)
+    for row, (title, own) in zip(grid, panels.items(), strict=True):
+        row[0].set_ylabel(title, fontweight="bold")
+        for axes, (_, key, scale) in zip(row, SCORES, strict=True):
+            _line_panel(axes, own, key, scale, looks)
+    for axes, below, (heading, _, _) in zip(grid[0], grid[-1], SCORES, strict=True):
+        axes.set_title(heading)
+        below.set_xlabel("members")
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return _save(figure, stem)
 
 
-def _bar_panel(axes: Axes, groups: Sequence[Bars], looks: Mapping[str, Look]) -> None:
-    most = max((len(run["member_accuracies"]) for group in groups for run in group.runs), default=1)
+def _bar_panel(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look]) -> None:
+    most = max((len(run.metrics["member_accuracies"]) for row in rows for run in row.runs), default=1)
     width = min(0.8 / most, 0.3)
     seen = []  # all values, which the axis has room for
-    for x, group in enumerate(groups):
-        if group.paper:
-            axes.plot(x, 100 * group.paper, **_hollow(Look(INK, "D")))
-            seen.append(100 * group.paper)
-        if not group.runs:
+    for x, row in enumerate(rows):
+        if row.paper and row.paper.member_accuracy:
+            axes.plot(x, 100 * row.paper.member_accuracy, **_hollow(Look(INK, "D")))
+            seen.append(100 * row.paper.member_accuracy)
+        if not row.runs:
             continue
-        together = [100 * run["accuracy"] for run in group.runs]
-        members = [[100 * value for value in run["member_accuracies"]] for run in group.runs]
-        means, deviations = zip(*map(_mean_and_deviation, zip(*members, strict=True)), strict=True)
-        places = [x + (index - (len(means) - 1) / 2) * width for index in range(len(means))]
-        look: dict[str, Any] = {"color": looks[group.name].colour, "edgecolor": "white", "linewidth": 0.6}
-        axes.bar(places, means, width, yerr=deviations if any(deviations) else None, ecolor=INK, capsize=1.5, **look)
-        mean, deviation = _mean_and_deviation(together)
-        axes.errorbar(x, mean, deviation or None, 0.45, color=INK, linewidth=1.8)
-        seen += [*together, *(value for run in members for value in run)]
+        together = 100 * np.array(row.values("accuracy"))
+        members = 100 * np.array([run.metrics["member_accuracies"] for run in row.runs])
+        places = x + (np.arange(members.shape[1]) - (members.shape[1] - 1) / 2) * width
+        look: dict[str, Any] = {"color": looks[row.name].colour, "edgecolor": "white", "linewidth": 0.6}
+        axes.bar(places, members.mean(0), width, yerr=_deviation(members), ecolor=INK, capsize=1.5, **look)
+        axes.errorbar(x, together.mean(), _deviation(together), 0.45, color=INK, linewidth=1.8)
+        seen += [*together, *members.flat]
     if seen:
-        start = _floor(min(seen), max(seen))
+        # Bars begin low enough that the shortest one is seen, and at zero if that is not far.
+        start = math.floor(min(seen) - 0.6 * max(max(seen) - min(seen), 0.02 * max(seen)))
+        start = start if start > 0.3 * max(seen) else 0
         axes.set_ylim(bottom=start)
         axes.set_ylabel("accuracy in %" + (f"\n(axis starts at {start})" if start else ""))
-    names = [group.name + ("" if group.runs else " (no\N{NO-BREAK SPACE}result)") for group in groups]
-    letters = max(10, 76 // len(groups))
-    axes.set_xticks(range(len(groups)), [textwrap.fill(name, letters, break_long_words=False) for name in names])
+    names = [row.name + ("" if row.runs else " (no\N{NO-BREAK SPACE}result)") for row in rows]
+    letters = max(10, 76 // len(rows))
+    axes.set_xticks(range(len(rows)), [textwrap.fill(name, letters, break_long_words=False) for name in names])
     axes.tick_params(axis="x", length=0)
-
-
-def _floor(low: float, high: float) -> int:
-    """Return where bars begin: low enough that the shortest one is seen, and at zero if that is not far."""
-    start = low - 0.6 * max(high - low, 0.02 * high)
-    return math.floor(start) if start > 0.3 * high else 0
 
 
 def _line_panel(axes: Axes, every: Sequence[Series], key: str, scale: float, looks: Mapping[str, Look]) -> None:
@@ -158,24 +142,26 @@ def _line_panel(axes: Axes, every: Sequence[Series], key: str, scale: float, loo
         look = looks[series.name]
         published: dict[int, RunMetrics] = {count: [vars(row)] for count, row in series.paper.items()}
         for points, line in ((series.points, _solid(look)), (published, _hollow(look))):
-            known = {
-                count: _mean_and_deviation([scale * run[key] for run in runs])
-                for count, runs in sorted(points.items())
-                if runs
-            }
+            known = {n: scale * np.array([run[key] for run in runs]) for n, runs in sorted(points.items()) if runs}
             if known:
-                mean, deviation = zip(*known.values(), strict=True)
-                errors = deviation if any(deviation) else None
-                axes.errorbar(list(known), mean, errors, capsize=2, elinewidth=0.9, **line)
+                means = [values.mean() for values in known.values()]
+                several = any(len(values) > 1 for values in known.values())
+                errors = [_deviation(values) or 0.0 for values in known.values()] if several else None
+                axes.errorbar(list(known), means, errors, capsize=2, elinewidth=0.9, **line)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _deviation(every: Iterable[RunMetrics]) -> list[Artist]:
-    """Return the line of a legend about deviations, if there are several seeds."""
-    if all(len(runs) < 2 for runs in every):
-        return []
-    label = "± one standard deviation of the seeds"
-    return [Line2D([], [], color=INK, linestyle="none", marker="|", markersize=9, label=label)]
+def _deviation(values: npt.NDArray[np.float64]) -> Any:
+    """Return the standard deviation over the seeds; None for a single one."""
+    return values.std(0, ddof=1) if len(values) > 1 else None
+
+
+def _notes(every: Iterable[Sequence[object]], marker: str, paper: str) -> list[Artist]:
+    """Return the lines of a legend about deviations, if there are several seeds, and the paper, if it is shown."""
+    bar = {"color": INK, "linestyle": "none", "marker": "|", "markersize": 9}
+    label = "± one standard deviation of the seeds" if any(len(runs) > 1 for runs in every) else ""
+    styles = {label: bar, paper: _hollow(Look(INK, marker))}
+    return [Line2D([], [], **style, label=words) for words, style in styles.items() if words]
 
 
 def _solid(look: Look) -> dict[str, Any]:
@@ -187,11 +173,6 @@ def _hollow(look: Look) -> dict[str, Any]:
     """Return the style of the paper's values."""
     edge = {"markeredgecolor": look.colour, "markeredgewidth": 1.3, "markerfacecolor": "white"}
     return {"linestyle": "none", "marker": look.marker, "markersize": 6.5, "zorder": 6, **edge}
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation, which is 0 for a single value."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:

@@ -1,54 +1,42 @@
 """One HTML page that shows the rows of a comparison: `plures report`."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from plures import files
+from plures.errors import visible
 from plures.lab.compare.rows import Row
 from plures.lab.compare.table import columns
 from plures.lab.method_names import looks_of, place_of
 from plures.lab.report.gather import Detail, gather
-from plures.lab.report.sections import FEW, panels
+from plures.lab.report.sections import panels
 from plures.lab.terminal import figure, percent
 
 AT_ONCE = 9  # charts of a section that are shown at first
-OPEN = 3  # rows whose images and commands are unfolded at first
-LONG = 12  # letters of a class name that need a wider column
-SMALL = 48  # pixels per side below which an image is enlarged without blur
-# Columns whose numbers stand large at the top, with their short names.
-MEANINGS = {
-    "accuracy %": ("accuracy", "of the test images"),
-    "NLL": ("NLL", "negative log-likelihood, in nats"),
-    "ECE": ("ECE", "gap between confidence and accuracy"),
-}
 
 
 def write_report(
-    rows: Sequence[Row],
-    out: Path,
-    *,
-    data_dir: Path | None,
-    command: str,
-    trust_code: bool = False,
-    tell: Callable[[str], None] = lambda words: None,
+    rows: Sequence[Row], out: Path, *, data_dir: Path | None, command: str, trust_code: bool = False
 ) -> Path:
     """Write one HTML file about the rows of a comparison, and return its path.
 
         write_report(rows_of([Path("runs/digits")]), Path("report.html"), data_dir=None, command="plures report runs")
 
     The file is self-contained. For runs that differ only in their seed, the table shows mean and standard deviation,
-    and the charts show the first run. `command` is shown as the way to make the page again; `tell` receives a line of
-    progress for each row.
+    and the charts show the first run. `command` is shown as the way to make the page again. Each row prints a line of
+    progress.
     """
     rows = sorted((row for row in rows if row.runs), key=lambda row: place_of(row.name))
     looks = looks_of(row.name for row in rows)
     details = []
     for number, row in enumerate(rows, 1):
-        tell(f"{number} of {len(rows)}: {row.name} predicts the {row.runs[0].metrics['images']:,} test images")
-        details.append(gather(row, data_dir, looks[row.name].colour, trust_code=trust_code))
+        words = f"{number} of {len(rows)}: {row.name} predicts the {row.runs[0].metrics['images']:,} test images"
+        print(visible(words), file=sys.stderr, flush=True)
+        details.append(gather(row, data_dir, looks[row.name], trust_code=trust_code))
     files.write(out, render(rows, details, command).encode())
     return out
 
@@ -69,7 +57,6 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
     return environment.get_template("page.html.jinja").render(
         title=f"{len(rows)} models compared on {data['name']}" if several else f"{rows[0].name} on {data['name']}",
         summary=summary(rows, details),
-        headlines=_headlines(rows, details),
         rows=rows,
         seeds=sorted({len(row.runs) for row in rows}),
         columns=columns(rows),
@@ -77,11 +64,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
         costs_known=any(row.costs for row in rows),
         details=details,
         panels=panels(details),
-        few=FEW,
         at_once=AT_ONCE,
-        unfolded=len(rows) <= OPEN,
-        small=data["size"] < SMALL,
-        long_names=max(map(len, data["classes"])) > LONG,
         environments=_environments(rows),
         fingerprints={run.seed: run.config["data"]["fingerprint"] for row in rows for run in row.runs},
         data=data,
@@ -108,28 +91,11 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
     ]
     engines = [f"{one.name} with the {one.engine} engine" for one in details if one.engine]
     answered = [f"The test images were predicted again for this page: {', '.join(engines)}."] if engines else []
-    return [about, *stuck, *answered]
-
-
-def _headlines(rows: Sequence[Row], details: Sequence[Detail]) -> list[tuple[str, str, str, str]]:
-    """Return numbers for the top of the page, the best of several rows or those of the only one.
-
-    Each has a title, the number, whose it is if there are several rows, and what it means.
-    """
-    found = []
-    several = len(rows) > 1
-    for column in (column for column in columns(rows) if column.title in MEANINGS):
-        short, meaning = MEANINGS[column.title]
-        row = column.best(rows) or rows[0]
-        value = column.cell(row).partition(" ±")[0] + (" %" if column.title.endswith("%") else "")
-        best = "best " if column.better == "high" else "lowest "
-        size = f", {row.costs.size:.2f} x the file of one network" if row.costs else ""
-        found.append((best * several + short, value, (row.name + size) * several, meaning))
-    if not several and details[0].members > 1:
-        gain = details[0].metrics["accuracy"] - details[0].metrics["mean_member_accuracy"]
-        meaning = "points of accuracy over its members on average"
-        found.append(("gain from ensembling", f"{100 * gain:+.1f}", "", meaning))
-    return found
+    others = {one.name: one.trust["ood"]["data"] for one in details if "ood" in one.trust}
+    mixed = len(set(others.values())) > 1  # then each row must say which data its figure is about
+    named = dict.fromkeys(f"{data} for {name}" if mixed else data for name, data in others.items())
+    strange = [f"The out-of-distribution data are {', '.join(named)}."] if named else []
+    return [about, *stuck, *answered, *strange]
 
 
 def _environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:

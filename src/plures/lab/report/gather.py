@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -22,12 +21,13 @@ from plures.lab.compare.rows import Row
 from plures.lab.data import DataSplit
 from plures.lab.evaluation.evaluate import engine_of, fastest, predictions
 from plures.lab.evaluation.trust import kept_trust
+from plures.lab.method_names import Look
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
 from plures.metrics import CalibrationTable
 
 SHOWN = 6  # test images shown of each kind
-LARGEST = 96  # pixels per side of an image in the page, which keeps it small
+LARGEST = 112  # pixels per side of an image in the page, as wide as it is shown
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,7 @@ class ShownImage:
     label: str
     confidence: float
     epistemic: float  # nats
-    votes: tuple[tuple[str, float], ...]  # the label of each member, and its confidence
-
-    @property
-    def counts(self) -> list[tuple[str, int]]:
-        """The number of members for each label, the most frequent first."""
-        return Counter(label for label, _ in self.votes).most_common()
+    votes: list[tuple[str, int]]  # the labels of the members, and of how many, the most frequent first
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +48,8 @@ class Detail:
     """What the page shows of one run beyond its metrics."""
 
     name: str
-    colour: str
+    look: Look
+    members: int
     metrics: Mapping[str, Any]  # as in metrics.json
     trust: Mapping[str, Any]  # as in trust.json
     engine: str | None  # that predicted the test images; None for the ensemble itself
@@ -61,18 +57,11 @@ class Detail:
     alone_ece: float  # of one member, on average
     together: CalibrationTable  # of the ensemble's predictions
     added: tuple[tuple[float, float], ...]  # accuracy and NLL of the first one, two, three... members
-    same_label: npt.NDArray[np.float64]  # [members, members]: fraction of images with the same label
-    confidence: Tensor  # of each prediction
-    right: Tensor  # whether each prediction is right
+    confidence: float  # of the predictions, on average
     chance: float  # the accuracy of always giving the most frequent class
     uncertain: tuple[ShownImage, ...]
     mistakes: tuple[ShownImage, ...]
     records: Sequence[Mapping[str, Any]]  # of the log: one per epoch
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        return len(self.same_label)
 
     @property
     def at_chance(self) -> bool:
@@ -81,7 +70,7 @@ class Detail:
         return bool(self.metrics["accuracy"] <= self.chance + 2 * error)
 
 
-def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = False) -> Detail:
+def gather(row: Row, data_dir: Path | None, look: Look, *, trust_code: bool = False) -> Detail:
     """Predict the test images with the first run of a row, and return what the page needs."""
     run = open_run(row.runs[0].path, trust_code=trust_code)
     test = run.data(data_dir).test
@@ -89,15 +78,16 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
     members, targets = predictions(run.ensemble, test, predictor=predictor)
     mean = members.mean(0)
     confidence, label = mean.max(-1)
-    right = label == targets
+    wrong = label != targets
     epistemic = metrics.uncertainty(members).epistemic
     shown = partial(_shown_image, test, members, targets)
-    unsure = epistemic.argsort(descending=True, stable=True) if len(members) > 1 else torch.tensor([], dtype=torch.long)
+    unsure = epistemic.argsort(descending=True, stable=True)[: SHOWN if len(members) > 1 else 0]
     sure = confidence.argsort(descending=True, stable=True)
     pooled = members.flatten(0, 1), targets.repeat(len(members))
     return Detail(
         name=row.name,
-        colour=colour,
+        look=look,
+        members=len(members),
         metrics=row.runs[0].metrics,
         trust=kept_trust(run.path),
         engine=engine_of(predictor),
@@ -108,12 +98,10 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
             (metrics.accuracy(first, targets), metrics.nll(first, targets))
             for first in (members[: count + 1].mean(0) for count in range(len(members)))
         ),
-        same_label=1 - metrics.disagreement(members).numpy(),
-        confidence=confidence,
-        right=right,
+        confidence=float(confidence.mean()),
         chance=int(targets.bincount().max()) / len(targets),
-        uncertain=tuple(map(shown, unsure[:SHOWN].tolist())),
-        mistakes=tuple(map(shown, sure[~right[sure]][:SHOWN].tolist())),
+        uncertain=tuple(map(shown, unsure.tolist())),
+        mistakes=tuple(map(shown, sure[wrong[sure]][:SHOWN].tolist())),
         records=RunFolder(run.path).records(),
     )
 
@@ -121,7 +109,6 @@ def gather(row: Row, data_dir: Path | None, colour: str, *, trust_code: bool = F
 def _shown_image(test: DataSplit, members: Tensor, targets: Tensor, number: int) -> ShownImage:
     names = test.info.classes
     answers = members[:, number]
-    confidences, votes = answers.max(-1)
     confidence, label = answers.mean(0).max(-1)
     return ShownImage(
         source=_data_address(test.seen(slice(number, number + 1))[0]),
@@ -130,7 +117,7 @@ def _shown_image(test: DataSplit, members: Tensor, targets: Tensor, number: int)
         label=names[int(label)],
         confidence=float(confidence),
         epistemic=float(metrics.uncertainty(answers[:, None]).epistemic),
-        votes=tuple((names[vote], sure) for vote, sure in zip(votes.tolist(), confidences.tolist(), strict=True)),
+        votes=Counter(names[vote] for vote in answers.argmax(-1).tolist()).most_common(),
     )
 
 

@@ -22,6 +22,7 @@ from plures.version import __version__
 
 FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
+ABSENT = {"OrthogonalDropout": {"schedule": "sequential"}}  # options that 0.1 did not store, as its runs had them
 DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is information
 
 
@@ -39,9 +40,6 @@ def describe(
     ensemble: Ensemble, data: Data, recipe: Recipe, precision: str, made: Made | None = None
 ) -> dict[str, Any]:
     """Return everything that affects the result of a run as JSON values.
-
-        config = describe(ensemble, data, recipe, precision="bf16")
-        config["method"], config["recipe"]["seed"], config["data"]["fingerprint"]
 
     It contains no machine and no path, so that runs of different machines can be compared. `precision` is the one that
     is used on this device.
@@ -89,11 +87,7 @@ def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:
 
 
 def train_command(config: Mapping[str, Any], run: Path) -> str:
-    """Return the `plures train` command of a run.
-
-    train_command(RunFolder("runs/mimo").config(), Path("runs/mimo"))
-    # 'plures train digits --method mimo --learning-rate 0.05 --run runs/mimo'
-    """
+    """Return the `plures train` command of a run."""
     made = made_of(config, exact=True)
     return shlex.join(["plures", *train_words(config["recipe"], made.method, made.settings, run, made.recipe)])
 
@@ -128,6 +122,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: config[key] for key in DECIDING if key in config}
+    if "options" in found:
+        found["options"] = ABSENT.get(found.get("method", ""), {}) | found["options"]
     if "members" not in found.get("options", ["members"]):  # the method has none, whatever the recipe says
         found["recipe"] = {name: value for name, value in found["recipe"].items() if name != "members"}
     return found
@@ -145,15 +141,10 @@ def new_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     old, new = flat_values(before), flat_values(now)
     return [
-        f"{name} was {_short(old.get(name, 'absent'))} and is {_short(new.get(name, 'absent'))}"
+        f"{name} was {old.get(name, 'absent')!s:.60} and is {new.get(name, 'absent')!s:.60}"
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name)
     ]
-
-
-def _short(value: Any, most: int = 60) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@
     metrics.json           its metrics on the test images
     costs.json             size and times relative to one network
 
-After an epoch the log is written first and the state second, which has the length of the log: what is beyond
+After an epoch the log is written first and the state second, which counts the epochs of its stage: a record beyond
 is of an epoch that was lost, and is cut off. After a commit the state of the stage stays until the next stage
 replaces it: it is known to be out of date by its position in the plan.
 """
@@ -16,7 +16,6 @@ replaces it: it is known to be out of date by its position in the plan.
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,32 +67,13 @@ METRICS = schema(
     **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
     member_accuracies=list[Number],
 )
-TRUST = schema(
-    home=NotRequired[schema(images=Whole, members=Whole, **SCORES) | None],
-    risk_coverage=NotRequired[schema(coverage=list[Number], risk=list[Number]) | None],
-    shift=NotRequired[
-        schema(images=Whole, by_severity=list[schema(**SCORES)], constants=NotRequired[str | None], **SCORES) | None  # type: ignore[misc]
-    ],
-    ood=NotRequired[
-        schema(
-            **{"data": str, "most": Number, "known": list[Number], "strange": list[Number]},
-            scores=list[schema(score=str, auroc=Number, fpr95=Number)],  # type: ignore[misc]
-        )
-        | None
-    ],
-)
 
 # Settings of earlier versions, at the values that changed nothing.
 GONE = (("finetune_rate", None), ("literal_gradient", False), ("distill", None))
 
 
 class RunFolder:
-    """Read and write the files of a run.
-
-    folder = RunFolder("runs/cifar10")
-    folder.config()["recipe"]["seed"]
-    folder.finished, folder.ensemble
-    """
+    """Read and write the files of a run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -190,24 +170,20 @@ class RunFolder:
         """Write the state of the open stage, in place of the old one."""
         files.write(self.state, contents)
 
-    def append_record(self, record: Mapping[str, Any]) -> int:
-        """Add a record to the log and return how long the log is now, in bytes."""
+    def append_record(self, record: Mapping[str, Any]) -> None:
+        """Add a record to the log."""
         with _told("write", self.log), self.log.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
-            file.flush()
-            return file.tell()
 
-    def keep_records(self, stages: Collection[str]) -> None:
-        """Cut the log to the records of the given stages."""
+    def keep_records(self, stages: Collection[str], begun: str = "", epochs: int = 0) -> None:
+        """Cut the log to the records of the given stages, and to the first epochs of the one that was begun."""
         if self.log.is_file():
-            kept = [record for record in self.records() if record["stage"] in stages]
+            kept = [
+                record
+                for record in self.records()
+                if record["stage"] in stages or (record["stage"] == begun and record["epoch"] <= epochs)
+            ]
             files.write(self.log, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
-
-    def cut_log(self, length: int) -> None:
-        """Cut the log to a length."""
-        if self.log.is_file() and self.log.stat().st_size > length:
-            with _told("write", self.log):
-                os.truncate(self.log, length)
 
     def clean(self) -> None:
         """Remove the files that only an unfinished run needs."""

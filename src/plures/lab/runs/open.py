@@ -54,10 +54,7 @@ def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Mo
 
 
 def with_weights(network: nn.Module, source: str) -> nn.Module:
-    """Return a network with trained weights: of a run of one network, or of a safetensors file.
-
-    network = with_weights(network, "runs/digits-deterministic-seed0")
-    """
+    """Return a network with trained weights: of a run of one network, or of a safetensors file."""
     path = expanded(source)
     if not is_file(path) and path.is_dir():
         run = RunFolder(path)
@@ -91,8 +88,6 @@ def ensemble_for(
 ) -> Ensemble:
     """Build the ensemble of a recipe by a method of the command line.
 
-        ensemble = ensemble_for(recipe, "orthogonal-dropout", ["granularity=kernel"], network)
-
     A run that was begun with the same words keeps its options: another version may have other defaults. Members start
     from the recipe's `weights`, if it has them.
     """
@@ -116,11 +111,7 @@ def device_for() -> torch.device:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, ready to predict.
-
-    run = open_run("runs/digits-orthogonal-dropout-seed0")
-    run.ensemble.predict(run.info.normalise(pixels))
-    """
+    """A finished run, ready to predict."""
 
     path: Path
     method: str  # as on the command line

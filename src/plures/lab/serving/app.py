@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any
 
@@ -38,44 +38,16 @@ POLICY = (
 PATHS = {"/", "/predict", "/health", "/metrics", "/openapi.json"}
 
 
-class Metrics:
-    """The metrics of a server, for Prometheus; a dashboard reads their names, help texts and labels."""
-
-    def __init__(self) -> None:
-        self.registry = registry = prometheus.CollectorRegistry()
-        self.requests = prometheus.Counter(
-            "plures_requests", "Requests answered.", ["path", "status"], registry=registry
-        )
-        self.seconds = prometheus.Histogram("plures_predict_seconds", "Seconds per prediction.", registry=registry)
-        sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-        self.batches = prometheus.Histogram(
-            "plures_batch_images", "Images per batch.", buckets=sizes, registry=registry
-        )
-        self.abstained = prometheus.Counter("plures_abstained", "Images without a label.", registry=registry)
-        self.queue = prometheus.Gauge("plures_queue_images", "Images that wait for a batch.", registry=registry)
-
-
 class Batcher:
     """Answer single items by a function of many; one batch runs at a time, in a thread of its own.
 
-        batcher = Batcher(answer_many, Limits())
-        batcher.start()
-        answers = await batcher.ask([pixels])
-        await batcher.stop()
-
     A batch starts when it is full, or `wait` seconds after its first item. Items of requests that were cancelled are
-    left out. `observe` receives the size of every batch.
+    left out.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Sequence[Any]], Sequence[Any]],
-        limits: Limits,
-        observe: Callable[[int], None] = lambda size: None,
-    ) -> None:
+    def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], limits: Limits) -> None:
         self.run = run
         self.limits = limits
-        self.observe = observe
         self._queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, "plures-network")
         self._task: asyncio.Task[None] | None = None
@@ -112,20 +84,16 @@ class Batcher:
     async def _collect(self) -> None:
         while True:
             batch = [await self._queue.get()]
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self.limits.wait):
                     while len(batch) < self.limits.batch:
                         batch.append(await self._queue.get())
-            except TimeoutError:
-                pass
-            await self._answer([(item, answer) for item, answer in batch if not answer.done()])
+            if asked := [(item, answer) for item, answer in batch if not answer.done()]:
+                await self._answer(asked)
             for _ in batch:
                 self._queue.task_done()
 
     async def _answer(self, batch: list[tuple[Any, asyncio.Future[Any]]]) -> None:
-        if not batch:
-            return
-        self.observe(len(batch))
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(self._thread, self.run, [item for item, _ in batch])
@@ -140,23 +108,28 @@ class Batcher:
 
 
 def make_app(run: Run, limits: Limits) -> FastAPI:
-    """Return the application that answers for a run.
-
-    app = make_app(open_run("runs/birds"), Limits())
-    """
+    """Return the application that answers for a run."""
     predictor, device = run.ensemble.engine(), device_of(run.ensemble)
     calibration = predictor.calibration
     assert not isinstance(calibration, NumberCalibration)  # networks for images classify
-    metrics = Metrics()
     decoders = ThreadPoolExecutor(DECODERS, "plures-decoder")
+    # A dashboard reads these names, help texts and labels.
+    registry = prometheus.CollectorRegistry()
+    requests = prometheus.Counter("plures_requests", "Requests answered.", ["path", "status"], registry=registry)
+    seconds = prometheus.Histogram("plures_predict_seconds", "Seconds per prediction.", registry=registry)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+    batches = prometheus.Histogram("plures_batch_images", "Images per batch.", buckets=sizes, registry=registry)
+    abstained = prometheus.Counter("plures_abstained", "Images without a label.", registry=registry)
+    queue = prometheus.Gauge("plures_queue_images", "Images that wait for a batch.", registry=registry)
 
     def members(images: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Return the members' probabilities, [members, classes], for each image, uint8 [size, size, channels]."""
+        batches.observe(len(images))
         inputs = run.info.normalise(torch.from_numpy(np.stack(images))).to(device)
         return predictor.predict(inputs).members.cpu().unbind(1)
 
-    batcher = Batcher(members, limits, metrics.batches.observe)
-    metrics.queue.set_function(lambda: batcher.waiting)
+    batcher = Batcher(members, limits)
+    queue.set_function(lambda: batcher.waiting)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -176,9 +149,9 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
             status = response.status_code
             return response
         finally:
-            metrics.requests.labels(path, status).inc()
+            requests.labels(path, status).inc()
             if path == "/predict":
-                metrics.seconds.observe(time.perf_counter() - started)
+                seconds.observe(time.perf_counter() - started)
 
     @app.exception_handler(PluresError)
     async def refuse(_request: Request, error: PluresError) -> JSONResponse:
@@ -197,28 +170,21 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
         check_calibrated(run, wanted)
         loop = asyncio.get_running_loop()
         jobs = [loop.run_in_executor(decoders, prepare, upload, run.info, limits) for upload in uploads]
-        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-        found: dict[int, Any] = {}
-        errors: dict[int, PluresError] = {}
-        for place, outcome in enumerate(outcomes):
-            if isinstance(outcome, PluresError):
-                errors[place] = outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                found[place] = outcome
+        outcomes = [(upload.name, one) for upload, one in zip(uploads, await asyncio.gather(*jobs), strict=True)]
+        errors = [(name, one) for name, one in outcomes if isinstance(one, PluresError)]
+        good = [(name, one) for name, one in outcomes if not isinstance(one, PluresError)]
         answers: list[dict[str, Any]] = []
-        if rows := await batcher.ask(list(found.values())):
-            prediction = Prediction.from_members(torch.stack(rows, dim=1), wanted.abstain_below, calibration)
-            names = [uploads[place].name for place in found]
+        if rows := await batcher.ask([pixels for _, pixels in good]):
+            prediction = Prediction.computed(torch.stack(rows, dim=1), calibration, wanted.abstain_below)
+            names = [name for name, _ in good]
             # asdict copies every value, which takes as long as all the rest
             answers = [vars(one) for one in image_predictions(prediction, names, run.info.classes, wanted)]
-        metrics.abstained.inc(sum(answer["label"] is None for answer in answers))
-        failed = [{"file": uploads[place].name, "error": str(error)} for place, error in errors.items()]
-        body = {"predictions": answers, "failed": failed}
+        abstained.inc(sum(answer["label"] is None for answer in answers))
+        body: dict[str, Any] = {"predictions": answers}
+        body["failed"] = [{"file": name, "error": str(error)} for name, error in errors]
         if not errors:
             return JSONResponse(body)
-        first = next(iter(errors.values()))
+        _, first = errors[0]
         return JSONResponse(body | {"detail": str(first)}, 413 if isinstance(first, TooLarge) else 422)
 
     @app.get("/health")
@@ -229,7 +195,7 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Return metrics for Prometheus."""
-        text = prometheus.generate_latest(metrics.registry)
+        text = prometheus.generate_latest(registry)
         return Response(text, media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)

@@ -2,43 +2,42 @@
 
 import asyncio
 import base64
-import binascii
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field, ValidationError
+from msgspec import Meta
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from plures.checks import number, whole_number
 from plures.errors import PluresError, visible
 from plures.lab.data.images import TooLarge, centre, decode, open_image, to_pixels, to_square
 from plures.lab.data.split import DataInfo
 from plures.lab.evaluation.predict import Wanted
+from plures.lab.fields import check_fields
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limit the memory, the time and the number of waiting images that requests may cost."""
 
-    bytes: int = 16 * 2**20  # per request, else 413
-    pixels: int = 40_000_000  # per image, checked before it is decoded, else 413
-    images: int = 64  # per request, else 413
-    queue: int = 512  # images that wait for the network, else 503
-    batch: int = 64  # images in the network at once
-    wait: float = 0.004  # seconds that the first image of a batch waits for others
-    read: float = 20.0  # seconds that a client may take to send the body of its request, else 408
+    bytes: AtLeastOne = 16 * 2**20  # per request, else 413
+    pixels: AtLeastOne = 40_000_000  # per image, checked before it is decoded, else 413
+    images: AtLeastOne = 64  # per request, else 413
+    queue: AtLeastOne = 512  # images that wait for the network, else 503
+    batch: AtLeastOne = 64  # images in the network at once
+    wait: Annotated[float, Meta(ge=0, le=1e9)] = 0.004  # seconds that the first image of a batch waits for others
+    read: Annotated[float, Meta(gt=0, le=1e9)] = 20.0  # seconds that a client may take to send its request, else 408
 
     def __post_init__(self) -> None:
-        for name in ("bytes", "pixels", "images", "queue", "batch"):
-            whole_number(name, getattr(self, name))
-        number("wait", self.wait, "0 seconds or more", above=-1e-9)
-        number("read", self.read, "a number of seconds above 0", above=0)
+        check_fields(self, Limits)
 
 
 class Refused(PluresError):  # noqa: N818 (it is an answer)
@@ -49,35 +48,22 @@ class Refused(PluresError):  # noqa: N818 (it is an answer)
         self.status = status
 
 
-class Options(BaseModel, extra="forbid"):
-    """The options of a request, in its form, its JSON or its address."""
-
-    abstain_below: float | None = Field(None, ge=0, le=1, description="no label if the confidence is lower")
-    coverage: float | None = Field(
-        None, gt=0, lt=1, description="the probability that the set `classes` contains the true class"
-    )
-    risk: float | None = Field(None, gt=0, lt=1, description="the largest share of labels that may be wrong")
-
-
-class FormBody(Options):
-    """A form with image files."""
-
-    files: list[bytes] = []
-
-
-class JSONBody(Options):
-    """Images as base64 or data URLs, in JSON."""
+class Body(Wanted, frozen=True, kw_only=True):
+    """Images as base64 or data URLs, and options, in JSON."""
 
     images: list[str]
 
 
 HOW = 'send multipart/form-data with files, or application/json {"images": [base64, ...]}'
+SCHEMAS = msgspec.json.schema_components([Wanted, Body])[1]
+FILES = {"files": {"type": "array", "items": {"type": "string", "format": "binary"}}}
+FORM = {"type": "object", "properties": FILES | SCHEMAS["Wanted"]["properties"]}
 DESCRIPTION = {
     "requestBody": {
         "required": True,
         "content": {
-            "multipart/form-data": {"schema": FormBody.model_json_schema()},
-            "application/json": {"schema": JSONBody.model_json_schema()},
+            "multipart/form-data": {"schema": FORM},
+            "application/json": {"schema": SCHEMAS["Body"]},
         },
     },
     "responses": {
@@ -113,19 +99,22 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
         raise Refused(413, f"{len(uploads)} images are more than {limits.images} per request: send fewer")
     fields |= request.query_params
     try:
-        options = Options.model_validate({name: value for name, value in fields.items() if value != ""})
-    except ValidationError as error:
-        raise _refusal(error) from error
-    return uploads, Wanted(**options.model_dump())
+        given = {name: value for name, value in fields.items() if value != ""}
+        return uploads, msgspec.convert(given, Wanted, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(422, f"the options are wrong: {visible(str(error)[:200])}; {HOW}") from error
 
 
-def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8]:
-    """Decode an image and prepare it like the images of a data set."""
-    opened = open_image(upload.encoded, upload.name)
-    if opened.width * opened.height > limits.pixels:
-        most = f"images may have at most {limits.pixels:,} pixels"
-        raise TooLarge(f"{upload.name} is too large: {most}; make it smaller")
-    decoded = decode(opened, info.channels, upload.name)
+def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8] | PluresError:
+    """Decode an image and prepare it like the images of a data set, or return the reason why not."""
+    try:
+        opened = open_image(upload.encoded, upload.name)
+        if opened.width * opened.height > limits.pixels:
+            most = f"images may have at most {limits.pixels:,} pixels"
+            return TooLarge(f"{upload.name} is too large: {most}; make it smaller")
+        decoded = decode(opened, info.channels, upload.name)
+    except PluresError as error:
+        return error
     return to_pixels(centre(to_square(decoded, info.cache_size), info.size)).copy()
 
 
@@ -160,7 +149,7 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
     except MultiPartException as error:
         status = 413 if error.message.startswith("Too many") else 422
         raise Refused(status, f"the form cannot be read: {error.message}") from error
-    except (KeyError, ValueError, UnicodeDecodeError) as error:  # a name that is not text
+    except (KeyError, ValueError) as error:  # a name that is not text
         raise Refused(422, f"the form cannot be read: {HOW}") from error
     uploads, fields = [], {}
     try:
@@ -176,23 +165,14 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
 
 def _from_json(body: bytes) -> tuple[list[Upload], dict[str, Any]]:
     try:
-        given = JSONBody.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error) from error
+        fields = msgspec.structs.asdict(msgspec.json.decode(body, type=Body, strict=False))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Refused(422, f"the JSON is wrong: {visible(str(error)[:200])}; {HOW}") from error
     uploads = []
-    for place, image in enumerate(given.images):
+    for place, image in enumerate(fields.pop("images")):
         try:
             encoded = base64.b64decode(image.partition(",")[2] if image.startswith("data:") else image, validate=True)
-        except (binascii.Error, ValueError) as error:
+        except ValueError as error:
             raise Refused(422, f"image {place} is not base64: {HOW}") from error
         uploads.append(Upload(f"image {place}", encoded))
-    return uploads, given.model_dump(exclude={"images"}, exclude_none=True)
-
-
-def _refusal(error: ValidationError) -> Refused:
-    """Return the first problem that pydantic found, as one sentence."""
-    first = error.errors(include_url=False)[0]
-    given = visible(repr(first["input"])[:50])
-    where = visible(".".join(map(str, first["loc"]))[:50]) or "the request"
-    what = first["msg"][:1].lower() + first["msg"][1:200]
-    return Refused(422, f"{where} = {given}: {what}; {HOW}")
+    return uploads, fields

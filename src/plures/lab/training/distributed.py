@@ -19,11 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Processes:
-    """The processes that train together; with one process, nothing is sent.
-
-    processes = Processes("bf16")
-    contents = processes.on_main(path.read_bytes)  # one reads, all get the bytes
-    """
+    """The processes that train together; with one process, nothing is sent."""
 
     def __init__(self, precision: str) -> None:
         # With this, accelerate also sees the several processes that torchrun started on a machine without a GPU.

@@ -125,24 +125,23 @@ class _Run:
 
     def train(self, finish: Callable[[], None]) -> None:
         folder, on_main = self.folder, self.processes.on_main
-        state = None
-        if due(self.ensemble.plan()) is None:
+        step = due(self.ensemble.plan())
+        if step is None:
             self.display.say("the ensemble is finished: nothing is left to train")
-        elif folder is not None:
-            state = self._saved_state(folder)
-        while (step := due(self.ensemble.plan())) is not None:
-            self._train_stage(step, state)
-            state = None
-            if folder is not None and due(self.ensemble.plan()) is not None:
+        saved = None if folder is None or step is None else self._saved(folder, step)
+        while step is not None:
+            self._train_stage(step, saved)
+            step, saved = due(self.ensemble.plan()), None
+            if folder is not None and step is not None:
                 on_main(partial(save, self.ensemble, folder.partial))
         if folder is not None:
             on_main(partial(self._finish, folder, finish))
 
-    def _train_stage(self, step: Step, state: bytes | None) -> None:
+    def _train_stage(self, step: Step, saved: tuple[bytes, "Position"] | None) -> None:
         loop = StageLoop(self.ensemble, step, self.data, self.recipe, self.processes)
         done = 0
-        if state is not None:
-            position = position_of(state)
+        if saved is not None:
+            state, position = saved
             done = position.epoch
             if done > loop.epochs:
                 raise damaged(f"it is after epoch {done} of {loop.epochs}")
@@ -160,19 +159,19 @@ class _Run:
     def _committed(self) -> list[str]:
         return [step.name for step in self.ensemble.plan() if step.committed]
 
-    def _saved_state(self, folder: RunFolder) -> bytes | None:
+    def _saved(self, folder: RunFolder, step: Step) -> tuple[bytes, "Position"] | None:
         """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
-        state = self.processes.on_main(folder.read_state)
-        if state is None:
-            self.processes.on_main(lambda: folder.keep_records(self._committed()))
-            return None
-        position = position_of(state)
-        self.processes.on_main(lambda: folder.cut_log(position.log_length))
-        return state if position.committed == len(self._committed()) else None
+        state, committed = self.processes.on_main(folder.read_state), self._committed()
+        saved = None if state is None else (state, position_of(state))
+        if saved is not None and saved[1].committed != len(committed):  # of a stage that was committed since
+            saved = None
+        epochs = 0 if saved is None else saved[1].epoch
+        self.processes.on_main(lambda: folder.keep_records(committed, step.name, epochs))
+        return saved
 
     def _write_epoch(self, folder: RunFolder, loop: StageLoop, record: Mapping[str, Any]) -> None:
-        length = folder.append_record(record)  # before the state, which says how much of the log counts
-        position = Position(len(self._committed()), record["epoch"], length, loop.scaler.state_dict())
+        folder.append_record(record)  # before the state, which says how many records count
+        position = Position(len(self._committed()), record["epoch"], loop.scaler.state_dict())
         folder.write_state(pack(loop.stage, loop.optimizer, position))
 
     def _finish(self, folder: RunFolder, finish: Callable[[], None]) -> None:
@@ -188,7 +187,6 @@ class Position(msgspec.Struct, frozen=True):
 
     committed: Count
     epoch: Count
-    log_length: Count  # bytes of the log up to this epoch
     loss_scale: dict[str, float]  # of fp16; else empty
 
 
@@ -259,13 +257,10 @@ def damaged(reason: Any) -> PluresError:
 def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:
     per_epoch = steps(data.train, recipe.batch_size, drop_last=len(data.train) >= recipe.batch_size)
     if per_epoch < FEW:
+        several = "" if per_epoch == 1 else "s"
         log.warning(
-            "an epoch has only %d step%s, because a batch has %d of the %d training images: use a smaller batch_size, "
-            "or more epochs",
-            per_epoch,
-            "" if per_epoch == 1 else "s",
-            recipe.batch_size,
-            len(data.train),
+            f"an epoch has only {per_epoch} step{several}, because a batch has {recipe.batch_size} of the "
+            f"{len(data.train)} training images: use a smaller batch_size, or more epochs"
         )
 
 

@@ -1,6 +1,5 @@
 """Train one stage, epoch by epoch; the learning rate is a function of the step, so there is nothing to restore."""
 
-import logging
 import math
 import time
 from functools import partial
@@ -19,16 +18,11 @@ from plures.losses import Loss
 from plures.seeding import seed_of
 from plures.stage import Stage, Step
 
-log = logging.getLogger("plures")
-UNDERCONFIDENT = 0.2  # of confidence below accuracy: from here on, a warning
 CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
 
 
 class StageLoop:
     """Train one stage, an epoch at a time.
-
-        loop = StageLoop(ensemble, step, data, recipe, processes)
-        records = [loop.epoch(number) for number in range(1, loop.epochs + 1)]
 
     All random numbers of an epoch follow from the seed, the stage, the epoch and the process: an epoch gives
     the same result whether or not those before it ran in the same process.
@@ -58,19 +52,11 @@ class StageLoop:
     def epoch(self, number: int) -> dict[str, Any]:
         """Train for one epoch, counted from 1, and return its record."""
         started = time.perf_counter()
-        loss, accuracy, confidence = self._train(number)
+        loss, accuracy = self._train(number)
         trained = time.perf_counter()
         # Each process has seen its own images: the ensemble keeps their mean.
         self.processes.average(self.stage.buffers())
         validation = self.validate()
-        if number == self.epochs and accuracy is not None and confidence < accuracy - UNDERCONFIDENT:
-            log.warning(
-                "%s ends underconfident: its accuracy on training images is %.0f %%, its mean confidence %.0f %%; "
-                "train longer or at a higher learning rate, or do not use a fixed classifier",
-                self.stage.name,
-                100 * accuracy,
-                100 * confidence,
-            )
         return {
             "stage": self.stage.name,
             "phase": self.stage.phase,
@@ -104,7 +90,7 @@ class StageLoop:
         self.stage.train()
         return self.processes.sum(right).item() / len(split)
 
-    def _train(self, number: int) -> tuple[float, float | None, float]:
+    def _train(self, number: int) -> tuple[float, float | None]:
         rank, world, device = self.processes.rank, self.processes.world, self.processes.device
         seed = seed_of(self.recipe.seed, self.stage.name)
         torch.manual_seed(seed_of(seed, "epoch", number, rank))
@@ -139,9 +125,9 @@ class StageLoop:
                 self._refuse_nan(self.processes.sum(total).item(), number)
         if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
             self._refuse_nan(math.nan, number)
-        right, sure, seen = self.processes.sum(torch.stack([self.loss.right, self.loss.sure, self.loss.seen])).tolist()
-        mean_loss = self.processes.sum(total).item() / (self.steps * world)
-        return mean_loss, right / seen if seen else None, sure / seen if seen else math.nan
+        right, seen = self.processes.sum(torch.stack([self.loss.right, self.loss.seen])).tolist()
+        mean_loss = self.processes.sum(total).item() / (self.steps * world * self.stage.heads)
+        return mean_loss, right / seen if seen else None
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.recipe, step, self.steps * self.epochs, self.steps)
@@ -159,8 +145,6 @@ class StageLoop:
 def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool) -> bool:
     """Lay a stage out in memory as it trains fastest, and return whether its own engine trains it.
 
-        lay_out(stage, 128, torch.device("cpu"), mixed=False)
-
     Torch's convolutions are faster in channels_last; the engine of a stage has a layout of its own. `mixed`: whether it
     trains in mixed precision.
     """
@@ -172,7 +156,7 @@ def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool)
 
 
 class CountingLoss(nn.Module):
-    """A loss that also counts correct labels and sums up confidences, which costs no forward pass."""
+    """A loss that also counts correct labels, which costs no forward pass."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -187,15 +171,12 @@ class CountingLoss(nn.Module):
     def reset(self, device: torch.device) -> None:
         """Count from zero."""
         self.right = torch.zeros((), device=device)
-        self.sure = torch.zeros((), device=device)
         self.seen = torch.zeros((), device=device)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
         if logits.dim() == 2 and targets.dim() == 1:  # anything else is not a classification
-            confidence, answers = logits.detach().float().softmax(1).max(1)
-            self.right += (answers == targets).sum()
-            self.sure += confidence.sum()
+            self.right += (logits.detach().argmax(1) == targets).sum()
             self.seen += len(targets)
         return self.loss(logits, targets)
 

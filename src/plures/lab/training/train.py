@@ -78,7 +78,7 @@ def train(
     found |= {"seconds": sum(record["seconds"] for record in records), "bytes": folder.ensemble.stat().st_size}
     costs = None
     if PartialState().num_processes == 1:
-        with suppress(PluresError):  # one network may not train where an ensemble does
+        with suppress(PluresError, OSError):  # one network may not train where an ensemble does; a disk may be full
             plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_speed(network, data, recipe)
             epochs = float(len(records)) if isinstance(ensemble, Deterministic) else epochs_of(records, plain)
             costs = costs_of(ensemble, engines[0], network, data.info, epochs)

@@ -14,7 +14,7 @@ from plures.checks import one_of
 from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.orthogonal_dropout import file, phases
+from plures.methods.orthogonal_dropout import file, phases, together
 from plures.methods.orthogonal_dropout.engines.choosing import made
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.masks import put_on, unmasked
@@ -26,13 +26,14 @@ from plures.methods.orthogonal_dropout.partition import (
     refilled,
     warn_if_thin,
 )
-from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles
+from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles, roles_for
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, due
 from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
+Schedule = Literal["sequential", "together"]
 Kind = Literal["owned", "unfolded"]
 log = logging.getLogger("plures")
 
@@ -45,8 +46,11 @@ class OrthogonalDropout(Ensemble):
             train(stage, epochs={"pretrain": 200, "prune": 20, "finetune": 200}[stage.phase])
         prediction = ensemble.predict(images)
 
+    - `schedule`: "sequential" trains one member after the other, as in the paper. "together" divides the weights at
+      random and trains all members in one `train` stage, with the memory of one network; the loss is the sum of theirs.
     - `optimize_masks`: pre-train each member on all free weights, prune it to its share by learned scores, and finetune
-      it. If False, divide the weights at random and train each member once, in a `train` stage.
+      it. If False, divide the weights at random and train each member once, in a `train` stage. By default True if
+      sequential; members that are trained together have random masks.
     - `classifier`: "private" gives each member its own last layer, "split" divides its weights among the members, and
       "fixed" freezes it for all members, as in the paper. By default it is private if small and split if large.
     - `granularity`: the unit that has one owner: a convolution "kernel", a single "weight", or a "block" of eight
@@ -64,7 +68,8 @@ class OrthogonalDropout(Ensemble):
         network: nn.Module,
         members: int = 5,
         *,
-        optimize_masks: bool = True,
+        schedule: Schedule = "sequential",
+        optimize_masks: bool | None = None,
         classifier: Classifier | None = None,
         granularity: Granularity = "kernel",
         init: Init = "fresh",
@@ -76,10 +81,16 @@ class OrthogonalDropout(Ensemble):
         one_of("init", init, get_args(Init))
         seed = check_seed(seed)
         self.members = members
-        self.optimize_masks = bool(optimize_masks)  # plain values, because a file holds them as JSON
+        one_of("schedule", schedule, get_args(Schedule))
+        self.schedule = schedule
+        if optimize_masks and schedule == "together":
+            raise PluresError("members trained together have random masks: use schedule='sequential' to optimize them")
+        # Plain values, because a file holds them as JSON.
+        self.optimize_masks = schedule == "sequential" if optimize_masks is None else bool(optimize_masks)
         self.granularity = granularity
         self.init = init
         self.seed = seed
+        roles = roles_for(network, members) if roles is None and schedule == "together" else roles
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
 
         own = own_tensors(network)
@@ -95,7 +106,7 @@ class OrthogonalDropout(Ensemble):
         self._loaded: list[int] | None = None  # set where only some members were read from a file
         self._places = places(network)
         self._ticket = object()  # a new one whenever an open stage gets out of date
-        if not optimize_masks:
+        if not self.optimize_masks:
             self._partition.randomise(seed)
         self._partition.to(next(iter(own.values())).device)
         self.eval()
@@ -103,12 +114,14 @@ class OrthogonalDropout(Ensemble):
         if init == "given":
             warn_if_thin(self._partition)
 
-    # Algorithm 1
+    # Training: Algorithm 1, or all members together
 
     def plan(self) -> list[Step]:
         """List all stages in order, with the committed ones marked."""
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to train it")
+        if self.schedule == "together" and len(self._progress.trained) in (0, self.members):
+            return [Step("train", None, bool(self._progress.trained))]
         steps = []
         claimed = self._partition.claimed()
         for member, done in enumerate(self._progress.committed):
@@ -122,6 +135,8 @@ class OrthogonalDropout(Ensemble):
         """Open the stage of one step of the plan: a copy of the network under the masks of its phase."""
         if step != due(self.plan()):
             raise self._out_of_date(step)
+        if step.member is None:
+            return self._open_together(step)
         member = self._number(step.member)
         network = self._start(member) if self._draft is None else copy.deepcopy(self._draft)
         known = tensors(network)
@@ -130,11 +145,25 @@ class OrthogonalDropout(Ensemble):
                 tensor.requires_grad_(False)
         masks = {name: phases.mask(step.phase, known[name], self._partition, name, member) for name in self.owners}
         put_on(network, masks, self._places)
-        stage = Stage(
-            network, step, self.loss, partial(self._commit, ticket=self._ticket, before=phases.statistics(network))
-        )
+        before = phases.statistics(network, known)
+        stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
         stage.engine = TrainingEngine()
         return stage
+
+    def _open_together(self, step: Step) -> Stage:
+        network = together.starts(self._split, [self._start(member) for member in range(self.members)])
+        before = [phases.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
+        commit = partial(self._commit_together, ticket=self._ticket, before=before)
+        stage = together.MembersStage(network, step, self.loss, commit)
+        stage.engine = TrainingEngine()
+        return stage
+
+    def _commit_together(self, stage: Stage, ticket: object, before: Sequence[Mapping[str, Tensor]]) -> None:
+        if ticket is not self._ticket:
+            raise self._out_of_date(stage.step)
+        together.write(stage, self._split, before)
+        self._progress.committed = [["train"] for _ in range(self.members)]
+        self._ticket = object()
 
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Return the phases of a member: the first may start from given weights, the last takes what is left."""
@@ -158,7 +187,7 @@ class OrthogonalDropout(Ensemble):
         member = self._number(stage.member)
         values = unmasked(stage.network)
         phases.refuse_other_start(stage, self._split, values)
-        values |= phases.settled(stage.network, before)
+        values |= phases.settled(stage.network, values, before)
         phases.claim(stage.phase, stage.network, self._partition, member)
         if stage.phase in phases.COMPLETE:
             self._split.write(member, values)

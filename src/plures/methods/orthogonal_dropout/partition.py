@@ -188,6 +188,13 @@ class Private(nn.Module):
         """Return one member's tensors by name, as views."""
         return {name: getattr(self, s)[member].view(self._shapes[name]) for name, s in self._stack_names.items()}
 
+    def stack(self, name: str) -> Tensor | None:
+        """Return a tensor of all members, [members, ...], as a view, or None if it is not private."""
+        if name not in self._stack_names:
+            return None
+        stack: Tensor = getattr(self, self._stack_names[name])
+        return stack.view(-1, *self._shapes[name])
+
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
         """Overwrite all tensors of one member."""
         with torch.no_grad():

@@ -73,18 +73,18 @@ def refuse_other_start(stage: Stage, split: SplitNetwork, values: Mapping[str, T
                 raise other_start(stage, f"the mask of {name!r}")
 
 
-def statistics(network: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the running statistics of a network's batch norms, by name."""
-    return {name: tensor.detach().clone() for name, tensor in own_tensors(network).items() if _statistic(network, name)}
+def statistics(network: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the running statistics of a network's batch norms among its values, by name."""
+    return {name: tensor.detach().clone() for name, tensor in values.items() if _statistic(network, name)}
 
 
-def settled(network: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def settled(network: nn.Module, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the running statistics of a stage's own batches: what is left in them from `before` is taken out.
 
     A stage changes the mask, so the statistics from before it belong to another network. With a momentum of 0.01 a
     third of them is left after a hundred steps.
     """
-    now, result = statistics(network), {}
+    result = {}
     for name, start in before.items():
         path, _, kind = name.rpartition(".")
         norm = cast(_BatchNorm, network.get_submodule(path))

@@ -97,6 +97,19 @@ def roles(
     return result
 
 
+def roles_for(network: nn.Module, members: int) -> dict[str, Role]:
+    """Return the roles for members that train together: small weights with fewer inputs than members are private.
+
+    Split by kernels among five members, a first convolution over three colours would leave each half of its outputs.
+    """
+    known, result = tensors(network), roles(network)
+    most = max(SMALL_COUNT, SMALL_SHARE * sum(tensor.numel() for tensor in own_tensors(network).values()))
+    for name, tensor in known.items():
+        if result[name] is Role.SPLIT and tensor.shape[1] < members and tensor.numel() <= most:
+            result[name] = Role.PRIVATE
+    return result if Role.SPLIT in result.values() else roles(network)
+
+
 def has_adapters(network: nn.Module) -> bool:
     """Return whether a network is frozen but for a small part; refuse one that is frozen altogether.
 

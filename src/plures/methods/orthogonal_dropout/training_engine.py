@@ -1,39 +1,48 @@
-"""Train a stage without multiplying the zeros of its masks: convolutions run over the kernels that they have."""
+"""Train without multiplying by zero: members run side by side over the kernels and weights that each of them owns."""
 
+import copy
 import logging
+import math
 import threading
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.fx.node import map_aggregate
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
-from plures.graph import ELEMENTWISE_LAYERS, Graph, has_hooks, is_plain_convolution
-from plures.methods.orthogonal_dropout.masks import MASKS, Keep, mask_of
+from plures.graph import Graph, has_hooks, is_of_torch, is_plain_convolution
+from plures.methods.orthogonal_dropout.masks import Keep, mask_of
+from plures.methods.orthogonal_dropout.together import Members
 from plures.native.library import load, why_unavailable
-from plures.native.training import MemberKernels, blocked, convolution, kernels_of, norm, unblocked
-
-log = logging.getLogger("plures")
-MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wide network are faster
-# Networks of these layers alone do nothing that a trace would lose. Other code may: gradients that it defines, changes
-# in place, choices that depend on the step. A class says that it does not by `traceable = True`.
-LAYERS = (
-    *(nn.Sequential, nn.Conv2d, nn.BatchNorm2d, nn.Linear, nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d),
-    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, *ELEMENTWISE_LAYERS),
-    *(nn.ModuleDict, parametrize.ParametrizationList, *MASKS),
+from plures.native.training import (
+    MemberKernels,
+    blocked,
+    blocked_rows,
+    convolution,
+    kernels_of,
+    norm,
+    unblocked,
+    unblocked_rows,
 )
+
+MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wide network are faster
+CLOSE = 1e-3  # of the length of an output: how far sums in another order may lie apart
+FAR = 0.02  # of the length of a gradient, in which rounding errors of norm layers over few samples grow
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+log = logging.getLogger("plures")
 
 
 class TrainingEngine:
-    """Run the network of a stage in training.
+    """Run the network of a stage in training, of one member or of all.
 
-    It uses the tensors of the network's own layers, so gradients arrive where they always do, and agree to rounding. It
-    needs a CPU with the native library, float32, and batches that fill the vectors. The network consists of torch's
-    layers, or of classes that say `traceable = True`. Masks of whole kernels leave out much, and little else than batch
-    norms, additions and activations stands between the convolutions. In all other cases the network itself is called.
+    It uses the tensors of the stage, so gradients arrive where they always do, and agree to rounding. It needs a CPU
+    with the native library, float32, batches that fill the vectors, and a network that torch.fx can trace. The first
+    batch is compared with the network itself, gradients included. In all other cases the network itself is called.
     """
 
     def __init__(self) -> None:
@@ -48,164 +57,382 @@ class TrainingEngine:
         return TrainingEngine, ()
 
     def output(self, network: nn.Module, inputs: Any) -> Any:
-        """Return what the network returns for a batch of images, or None if the network must be called itself."""
+        """Return what the network returns for a batch, or None if the network must be called itself."""
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return None
-        images = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_cpu and inputs.dtype == torch.float32
-        if not images or not network.training or torch._C._are_functorch_transforms_active():
+        floats = isinstance(inputs, Tensor) and inputs.dim() > 1 and inputs.is_cpu and inputs.dtype == torch.float32
+        if not floats or not network.training or torch._C._are_functorch_transforms_active():
             return None
         if not self._running.acquire(blocking=False):  # by another thread
             return None
         try:
-            usable = self.takes(network, len(inputs)) and cast(_Prepared, self._prepared).is_up_to_date()
-            return cast(_Prepared, self._prepared).run(inputs) if usable else None
+            return self._output(network, inputs)
         finally:
             self._running.release()
 
-    def takes(self, network: nn.Module, images: int) -> bool:
-        """Return whether batches of this many images of a network in training can be run, on the CPU and in float32."""
-        if self._refused is network:
+    def _output(self, network: nn.Module, inputs: Tensor) -> Any:
+        if not self.takes(network, len(inputs)):
+            return None
+        prepared = cast(_Prepared, self._prepared)
+        if not prepared.compared and not _agrees(network, inputs):
+            self._refused, self._prepared = network, None
+            return None
+        prepared.compared = True
+        return prepared.run(inputs) if prepared.is_up_to_date() else None
+
+    def takes(self, network: nn.Module, samples: int) -> bool:
+        """Return whether batches of this many samples can be run, in float32 on the CPU, if a comparison agrees."""
+        if self._refused is network or why_unavailable() is not None:
             return False
-        if self._prepared is None or self._prepared.module is not network:
-            self._prepared = _prepare(network)
+        if self._prepared is None or self._prepared.stage_network is not network:
+            self._prepared = _prepared(network)
             self._refused = network if self._prepared is None else None
-        return self._prepared is not None and images > 0 and images % load().lanes == 0
+        return self._prepared is not None and samples > 0 and samples % load().lanes == 0
 
 
-def _prepare(network: nn.Module) -> "_Prepared | None":
-    if why_unavailable() is not None or not all(map(_is_known, network.modules())):
+def _prepared(network: nn.Module) -> "_Prepared | None":
+    subject = network if isinstance(network, Members) else _Alone(network)
+    if any(map(has_hooks, network.modules())) or not _is_float32(network):
         return None
+    before = list(_plain_attributes(subject.network))
     try:
-        prepared = _Prepared(network, Graph(network))
-    except Exception as error:  # whatever code does that cannot be traced
-        log.warning("the network says that it is traceable, but torch.fx cannot trace it: %s", error)
+        prepared = _Prepared(network, subject)
+    except Exception:  # whatever code does that cannot be traced, and layers whose tensors are not known
+        return None
+    if before != list(_plain_attributes(subject.network)):  # what forward changes, a trace would leave as it is
         return None
     return prepared if prepared.pays() else None
 
 
-def _is_known(layer: nn.Module) -> bool:
-    kind = type(layer).__mro__[1] if parametrize.is_parametrized(layer) else type(layer)
-    return (kind in LAYERS or vars(kind).get("traceable") is True) and "forward" not in vars(layer)
+def _is_float32(network: nn.Module) -> bool:
+    return all(one.dtype == torch.float32 for one in network.parameters())
 
 
-def _mask(network: nn.Module, name: str) -> Tensor | None:
-    """Return the mask of a convolution if it is of whole kernels and the library has all that the layer needs."""
-    layer = network.get_submodule(name)
-    if not is_plain_convolution(layer) or not parametrize.is_parametrized(layer, "weight"):
-        return None
-    chain = cast(nn.ModuleDict, layer.parametrizations)["weight"]
-    mask = mask_of(network, f"{name}.weight")
-    if not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1:
-        return None
-    return mask.mask if mask.mask.shape[2:] == (1, 1) else None
+def _agrees(network: nn.Module, inputs: Tensor) -> bool:
+    """Return whether a network gives the same outputs, gradients and statistics by both ways, but for its dropout."""
+    results = []
+    with torch.random.fork_rng(devices=[]):
+        for fast in (False, True):
+            trial = _trial(network)
+            try:
+                run = cast(_Prepared, _prepared(trial)).run if fast else trial
+                output = run(inputs.clone())
+                weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
+                (output * weights.to(output)).sum().backward()
+            except Exception as error:
+                if not fast:
+                    raise
+                return _differs(network, f"{type(error).__name__}: {error}")
+            gradients = {name: one.grad for name, one in trial.named_parameters() if one.grad is not None}
+            results.append({"output": output.detach(), **gradients, **dict(trial.named_buffers())})
+    slow, quick = results
+    # What a norm layer takes away again has a gradient of rounding errors alone: small is what the largest makes small.
+    largest = max(float(slow[name].norm()) for name in gradients)
+    for name, expected in slow.items():
+        close = (FAR, FAR * largest / 4) if name in gradients else (CLOSE, 0.0)
+        if name not in quick or not _close(quick[name], expected, *close):
+            return _differs(network, f"{name} differs")
+    return True
 
 
-def _can_norm(layer: nn.Module) -> bool:
-    """Return whether a layer is a batch norm with all that it usually has."""
-    usual = type(layer) is nn.BatchNorm2d and layer.affine and layer.track_running_stats and layer.momentum is not None
-    return usual and layer.bias is not None
+def _trial(network: nn.Module) -> nn.Module:
+    """Copy a network for the comparison: without dropout, and with other biases.
+
+    Outputs that a member owns no input of are constant. With a bias of zero they would lie at the kink of a ReLU, and
+    rounding would decide about their gradients.
+    """
+    trial, random = copy.deepcopy(network), torch.Generator().manual_seed(0)
+    for layer in trial.modules():
+        if isinstance(layer, _DropoutNd):
+            layer.p = 0.0
+    with torch.no_grad():
+        for one in trial.parameters():
+            if one.requires_grad:
+                one.add_(0.01 * torch.randn(one.shape, generator=random))
+    return trial
+
+
+def _close(one: Tensor, expected: Tensor, share: float, least: float) -> bool:
+    """Return whether two tensors agree, as vectors: a single ReLU may fall to the other side of zero."""
+    if not expected.is_floating_point() or one.shape != expected.shape:
+        return one.equal(expected)
+    length = float(expected.norm())
+    return not math.isfinite(length) or float((one - expected).norm()) <= max(share * length, least) + 1e-6
+
+
+def _differs(network: nn.Module, what: str) -> bool:
+    inner = network.network if isinstance(network, Members) else network
+    log.info(
+        "%s trains by torch alone: run side by side, its samples influence each other or choices are made that a "
+        "trace does not follow (%s)",
+        type(inner).__name__,
+        what,
+    )
+    return False
+
+
+def _plain_attributes(network: nn.Module) -> Iterator[dict[str, Any]]:
+    """Return the numbers and words that the user's own modules hold: a trace has taken them as they were."""
+    for module in network.modules():
+        if not is_of_torch(module):
+            yield {n: v for n, v in vars(module).items() if isinstance(v, int | float | str | bool | None)}
+
+
+class _Subject(Protocol):
+    """What is trained: a network, and the tensors of its members."""
+
+    members: int
+    network: nn.Module
+
+    def kernels(self, name: str) -> Tensor | None:
+        """Return the kernels of a split weight that each member has, [members, outputs, inputs]; None if only parts."""
+
+    def split(self, name: str) -> Tensor:
+        """Return a split weight."""
+
+    def rows(self, name: str) -> Tensor:
+        """Return a tensor that is not split, [members, ...]."""
+
+    def within(self, path: str, member: int) -> dict[str, Tensor]:
+        """Return the tensors of a layer of a member."""
+
+    def marks(self) -> list[Tensor]:
+        """Return the tensors that say what is whose."""
+
+
+class _Alone:
+    """One member in a stage of its own: a network under masks."""
+
+    members = 1
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self._masked = [one for one in network.modules() if parametrize.is_parametrized(one)]
+
+    def kernels(self, name: str) -> Tensor | None:
+        path, _, attribute = name.rpartition(".")
+        layer = self.network.get_submodule(path)
+        if not parametrize.is_parametrized(layer, attribute):
+            return None
+        chain = cast(nn.ModuleDict, layer.parametrizations)[attribute]
+        mask = mask_of(self.network, name)
+        if not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1 or mask.mask[0, 0].numel() > 1:
+            return None
+        return mask.mask.flatten(1)[None] != 0
+
+    def split(self, name: str) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        chain = cast(nn.ModuleDict, self.network.get_submodule(path).parametrizations)[attribute]
+        return cast(Tensor, chain.original)
+
+    def rows(self, name: str) -> Tensor:
+        path, _, attribute = name.rpartition(".")
+        return cast(Tensor, getattr(self.network.get_submodule(path), attribute))[None]
+
+    def within(self, path: str, member: int) -> dict[str, Tensor]:
+        return {}
+
+    def marks(self) -> list[Tensor]:
+        return [one.mask for one in self.network.modules() if isinstance(one, Keep)]
 
 
 class _Blocked:
-    """Blocked images; after a norm layer that waits for what follows it, the images before it."""
+    """Images or rows, blocked; after a norm layer that waits for what follows it, what comes before it.
 
-    def __init__(self, images: Tensor, norm: nn.BatchNorm2d | None = None, shortcut: Tensor | None = None) -> None:
-        self.images, self.norm, self.shortcut = images, norm, shortcut
+    `lead` are the axes before the features if these are rows, and None if they are images.
+    """
+
+    def __init__(
+        self, values: Tensor, lead: torch.Size | None, finish: Callable[..., Tensor] | None = None, shortcut: Any = None
+    ) -> None:
+        self.values, self.lead, self.finish, self.shortcut = values, lead, finish, shortcut
 
     def now(self, relu: bool = False) -> Tensor:
         """Normalise, if a norm layer still waits."""
-        return self.images if self.norm is None else norm(self.images, self.norm, self.shortcut, relu=relu)
+        return self.values if self.finish is None else self.finish(self.values, self.shortcut, relu=relu)
+
+    def plain(self) -> Tensor:
+        """Return the samples one after the other, member after member."""
+        return unblocked(self.now()) if self.lead is None else unblocked_rows(self.now(), self.lead)
 
 
 class _Prepared(fx.Interpreter):
-    """Run a traced network, blocked where it can be."""
+    """Run a traced network for all members, blocked where it can be, and side by side in the batch elsewhere."""
 
-    def __init__(self, network: nn.Module, traced: Graph) -> None:
-        super().__init__(network, graph=traced.graph)
+    def __init__(self, stage_network: nn.Module, subject: _Subject) -> None:
+        traced = Graph(subject.network)
+        super().__init__(subject.network, graph=traced.graph)
         self.extra_traceback = False  # an error is the layer's own
-        self.traced = traced
-        self.known = list(network.modules())
-        masks = {node: _mask(network, cast(str, node.target)) for node in traced.layers if len(node.args) == 1}
-        self.masks = {node: mask for node, mask in masks.items() if mask is not None}
-        self.kernels: dict[fx.Node, MemberKernels] = {
-            node: kernels_of(mask.flatten(1)[None] != 0) for node, mask in self.masks.items()
-        }
-        self.versions = [mask._version for mask in self.masks.values()]
-        self.copies = [mask.clone() for mask in self.masks.values()]
-        self.blocked: set[fx.Node] = set()  # nodes whose values are blocked
+        self.stage_network, self.subject, self.traced = stage_network, subject, traced
+        self.compared = False  # with the network itself, on a batch
+        self.known = list(subject.network.modules())
+        self.attributes = list(_plain_attributes(subject.network))
+        self.split: set[fx.Node] = set()  # layers whose weights are split, by whole kernels
+        self.kernels = {node: found for node in traced.layers if (found := self._kernels(node)) is not None}
+        self.versions = [mark._version for mark in subject.marks()]
+        self.copies = [mark.clone() for mark in subject.marks()]
+        self.blocked: dict[fx.Node, str] = {}  # nodes whose values are blocked: images or rows
+        self.apart: set[fx.Node] = set()  # nodes whose values differ between members
+        self.own = {node for node in traced.nodes if subject.members > 1 and self._has_own(node)}
         for node in traced.nodes:
-            if self._stays_blocked(node):
-                self.blocked.add(node)
+            if (kind := self._stays_blocked(node)) is not None:
+                self.blocked[node] = kind
+            if self._is_apart(node):
+                self.apart.add(node)
         self.waiting = set(filter(self._waits, traced.nodes))
 
+    def _kernels(self, node: fx.Node) -> MemberKernels | None:
+        """List the kernels of a layer that the native library can run."""
+        layer, weight = self.traced.layers[node], f"{node.target}.weight"
+        base = type(layer).__mro__[1] if parametrize.is_parametrized(layer) else type(layer)
+        fits = base is nn.Linear or (base is nn.Conv2d and is_plain_convolution(layer))
+        if not fits or len(node.args) != 1 or node.kwargs or "forward" in vars(layer):
+            return None
+        mine = self.subject.kernels(weight)
+        if mine is not None:
+            self.split.add(node)
+            return kernels_of(mine)
+        if self.subject.members == 1 or base is nn.Linear:
+            return None
+        stack = self.subject.rows(weight)
+        return kernels_of(torch.ones(stack.shape[:3], dtype=torch.bool), private=True)
+
     def pays(self) -> bool:
-        """Return whether much is left out, and few convolutions need their inputs in another layout."""
+        """Return whether much is left out, and few layers need their inputs in another layout."""
+        split = self.split
         converted = sum(node.args[0] not in self.blocked for node in self.kernels)
-        kept = sum(kernels.forward.places.numel() for kernels in self.kernels.values())
-        every = sum(mask.numel() for mask in self.masks.values())
-        return 0 < converted <= 1 + len(self.kernels) // 4 and kept <= MOST_KEPT * every
+        kept = sum(self.kernels[node].forward.places.numel() for node in split)
+        every = sum(self.kernels[node].outputs * self.kernels[node].inputs for node in split) * self.subject.members
+        most = 2 * len(split) >= len(self.copies)
+        return bool(split) and most and converted <= max(2, 1 + len(split) // 4) and kept <= MOST_KEPT * every
 
     def is_up_to_date(self) -> bool:
         """Return whether the network is as it was: not all of its layers are called here."""
-        modules = list(self.module.modules())
+        modules = list(self.subject.network.modules())
         same = list(map(id, modules)) == list(map(id, self.known))
-        norms = all(_can_norm(layer) for layer in modules if isinstance(layer, nn.BatchNorm2d))
-        plain = all(layer.training and _is_known(layer) and not has_hooks(layer) for layer in modules)
-        versions = [mask._version for mask in self.masks.values()]
-        if versions != self.versions and all(map(torch.equal, self.masks.values(), self.copies)):
+        plain = all(layer.training and not has_hooks(layer) and "forward" not in vars(layer) for layer in modules)
+        norms = all(_can_norm(self.traced.layers[node]) for node in self.blocked if self.traced.is_layer(node, *NORMS))
+        marks = self.subject.marks()
+        versions = [mark._version for mark in marks]
+        if versions != self.versions and all(map(torch.equal, marks, self.copies)):
             self.versions = versions  # written again with the same values, by a run that resumes or by DDP
-        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        return same and norms and plain and not hooked and versions == self.versions
+        hooked = _has_any_global_hook() or not _is_float32(self.stage_network)  # type: ignore[no-untyped-call]
+        told = self.attributes == list(_plain_attributes(self.subject.network))
+        return same and norms and plain and told and not hooked and versions == self.versions
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run the network."""
+        self.batch = len(args[0])
         try:
             return super().run(*args, enable_io_processing=False)
         finally:
             self.env = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node on blocked images, if it can, and on plain ones if not."""
+        """Run a node on blocked values, if it can, and on plain ones if not."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n not in self.blocked:
-            return self._run_on(n, args, kwargs, lambda value: unblocked(value.now()))
+        if n.op == "output" and self.subject.members > 1:
+            return torch.unflatten(self._side_by_side(args[0]), 0, (self.subject.members, -1))
         layer = self.traced.layers.get(n)
         if n in self.kernels:
-            images = args[0].now() if isinstance(args[0], _Blocked) else blocked(args[0])
-            convolved = cast(nn.Conv2d, layer)
-            bias = None if convolved.bias is None else convolved.bias[None]
-            settings = (self.kernels[n], convolved.stride, cast(tuple[int, int], convolved.padding))
-            return _Blocked(convolution(images, convolved.weight, bias, *settings))
-        if isinstance(layer, nn.BatchNorm2d):
-            return self._finished(n, _Blocked(args[0].now(), layer))
+            return self._convolved(n, args[0])
+        if n not in self.blocked or (isinstance(layer, NORMS) and len(args[0].lead or ()) > 1):
+            return self._on_plain(n, args, kwargs)
+        if isinstance(layer, NORMS):
+            return self._finished(n, _Blocked(args[0].now(), args[0].lead, self._norm(n)))
         if isinstance(layer, nn.Identity):
             return args[0]
-        if self.traced.is_relu(n) and args[0].norm is not None:
-            return _Blocked(args[0].now(relu=True))
+        if self.traced.is_relu(n) and args[0].finish is not None:
+            return _Blocked(args[0].now(relu=True), args[0].lead)
         if self.traced.is_sum(n) and not self.waiting.isdisjoint(n.all_input_nodes):
             waiting, other = args if n.all_input_nodes[0] in self.waiting else args[::-1]
             shortcut = other.now()
-            if shortcut.shape != waiting.images.shape:  # they broadcast
-                return _Blocked(waiting.now() + shortcut)
-            return self._finished(n, _Blocked(waiting.images, waiting.norm, shortcut))
-        return _Blocked(self._run_on(n, args, kwargs, lambda value: value.now()))
+            if shortcut.shape != waiting.values.shape:  # they broadcast
+                return _Blocked(waiting.now() + shortcut, waiting.lead)
+            return self._finished(n, _Blocked(waiting.values, waiting.lead, waiting.finish, shortcut))
+        lead = next(one.lead for one in args if isinstance(one, _Blocked))
+        return _Blocked(self._call(n, args, kwargs, lambda value: value.now()), lead)
 
-    def _run_on(self, node: fx.Node, args: Any, kwargs: Any, take: Callable[[_Blocked], Tensor]) -> Any:
-        """Run a node as it is, on images that are taken from the blocked ones."""
+    def _convolved(self, node: fx.Node, given: Any) -> _Blocked:
+        layer, kernels, subject = self.traced.layers[node], self.kernels[node], self.subject
+        linear = isinstance(layer, nn.Linear)
+        if isinstance(given, _Blocked):
+            values, lead = given.now(), given.lead
+        else:
+            members = subject.members if node.args[0] in self.apart else 1
+            lead = torch.Size([len(given) // members, *given.shape[1:-1]]) if linear else None
+            values = blocked_rows(given, members) if linear else blocked(given, members)
+        weight = (subject.split if node in self.split else subject.rows)(f"{node.target}.weight")
+        bias = None if layer.bias is None else subject.rows(f"{node.target}.bias")
+        if linear:
+            return _Blocked(convolution(values, weight[:, :, None, None], bias, kernels, (1, 1), (0, 0)), lead)
+        image = cast(nn.Conv2d, layer)
+        return _Blocked(
+            convolution(values, weight, bias, kernels, image.stride, cast(tuple[int, int], image.padding)), None
+        )
+
+    def _norm(self, node: fx.Node) -> Callable[..., Tensor]:
+        layer = cast(nn.BatchNorm2d, self.traced.layers[node])
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        weight, bias, mean, variance, batches = (self.subject.rows(f"{node.target}.{name}") for name in names)
+        momentum = cast(float, layer.momentum)
+
+        def finish(x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
+            return norm(x, weight, bias, mean, variance, batches, momentum, layer.eps, shortcut, relu=relu)
+
+        return finish
+
+    def _on_plain(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Run a node on plain samples: once, side by side for all members, or for each member with its tensors."""
+        if self.subject.members == 1 or node not in self.apart:
+            return self._call(node, args, kwargs, _Blocked.plain)
+        args, kwargs = map_aggregate((args, kwargs), self._side_by_side)
+        if node not in self.own:
+            return self._call(node, args, kwargs, _Blocked.plain)
+        layer, members = self.traced.layers[node], self.subject.members
+        path = str(node.target)
+        if type(layer) is nn.Linear and not kwargs and len(args) == 1:
+            x = args[0].view(members, -1, layer.in_features)
+            weight = self.subject.rows(f"{path}.weight").transpose(1, 2)
+            product = torch.bmm(x, weight)
+            product = product if layer.bias is None else product + self.subject.rows(f"{path}.bias")[:, None]
+            return product.view(*args[0].shape[:-1], layer.out_features)
+
+        def alone(member: int) -> Any:
+            rows = slice(member * self.batch, (member + 1) * self.batch)
+
+            def cut(value: Any) -> Any:
+                return value[rows] if isinstance(value, Tensor) and value.dim() else value
+
+            own = map_aggregate((args, kwargs), cut)
+            return functional_call(layer, self.subject.within(path, member), *own, tie_weights=False)
+
+        return _joined([alone(member) for member in range(members)])
+
+    def _side_by_side(self, value: Any) -> Any:
+        """Return a value of all members as samples one after the other; what all members share is repeated."""
+        if isinstance(value, _Blocked):
+            return value.plain()
+        if isinstance(value, Tensor) and value.dim() and len(value) == self.batch:
+            return value.repeat(self.subject.members, *[1] * (value.dim() - 1))
+        return value
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any, take: Callable[[_Blocked], Tensor]) -> Any:
+        """Run a node as it is, on what is taken from blocked values."""
         args, kwargs = map_aggregate((args, kwargs), lambda v: take(v) if isinstance(v, _Blocked) else v)
         return getattr(self, node.op)(node.target, args, kwargs)
 
     def _finished(self, node: fx.Node, value: _Blocked) -> _Blocked:
         """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
-        return value if node in self.waiting else _Blocked(value.now())
+        return value if node in self.waiting else _Blocked(value.now(), value.lead)
 
     def _waits(self, node: fx.Node) -> bool:
         """Return whether a norm layer, or the addition after one, is run with what follows: an addition, a ReLU."""
         user = self.traced.only_user(node)
-        if user is None or user not in self.blocked:
+        if user is None or node not in self.blocked or user not in self.blocked:
             return False
         then_relu = self.traced.is_relu(user)
-        if self.traced.is_layer(node, nn.BatchNorm2d):
+        if self.traced.is_layer(node, *NORMS):
             once = self.traced.is_called_once(node)  # statistics have an order
             return once and (then_relu or self._first_to_wait(user) is node)
         return then_relu and self._first_to_wait(node) is not None
@@ -214,13 +441,43 @@ class _Prepared(fx.Interpreter):
         """Return one of two norm layers that are added; None if there is none, or nothing is added."""
         graph = self.traced
         added = graph.is_sum(node) and len(node.all_input_nodes) == 2
-        norms = [one for one in node.all_input_nodes if graph.is_layer(one, nn.BatchNorm2d) and graph.only_user(one)]
+        norms = [one for one in node.all_input_nodes if graph.is_layer(one, *NORMS) and graph.only_user(one)]
         return norms[0] if added and norms else None
 
-    def _stays_blocked(self, node: fx.Node) -> bool:
-        """Return whether the output of a node is blocked images."""
-        given = [argument in self.blocked for argument in node.args if isinstance(argument, fx.Node)]
-        if node.kwargs or not given or node in self.masks:
-            return bool(given) and not node.kwargs
+    def _stays_blocked(self, node: fx.Node) -> str | None:
+        """Return whether the output of a node is blocked images or rows."""
+        if node in self.kernels:
+            return "rows" if isinstance(self.traced.layers[node], nn.Linear) else "images"
+        kinds = {self.blocked.get(one) for one in node.args if isinstance(one, fx.Node)}
+        if node.kwargs or len(kinds) != 1 or kinds == {None}:
+            return None
+        (kind,) = kinds
         fits = self.traced.is_elementwise(node) or self.traced.is_layer(node, nn.Identity)
-        return all(given) and (fits or (node in self.traced.layers and _can_norm(self.traced.layers[node])))
+        own_norm = nn.BatchNorm2d if kind == "images" else nn.BatchNorm1d
+        return kind if fits or (self.traced.is_layer(node, own_norm) and _can_norm(self.traced.layers[node])) else None
+
+    def _is_apart(self, node: fx.Node) -> bool:
+        if node.op == "get_attr" and node in self.own:
+            raise TypeError(f"{node.target} is used outside of a layer and differs between members")
+        drawn = isinstance(self.traced.layers.get(node), _DropoutNd)
+        return node in self.kernels or drawn or node in self.own or not self.apart.isdisjoint(node.all_input_nodes)
+
+    def _has_own(self, node: fx.Node) -> bool:
+        """Return whether a node uses tensors that differ between members."""
+        return node.op in ("call_module", "get_attr") and bool(self.subject.within(str(node.target), 0))
+
+
+def _can_norm(layer: nn.Module) -> bool:
+    """Return whether a layer is a batch norm with all that it usually has."""
+    usual = isinstance(layer, NORMS) and layer.affine and layer.track_running_stats and layer.momentum is not None
+    return usual and layer.bias is not None
+
+
+def _joined(results: list[Any]) -> Any:
+    """Put the outputs of all members one after the other."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return torch.cat(results)
+    if isinstance(first, tuple | list):
+        return type(first)(map(_joined, map(list, zip(*results, strict=True))))
+    return first

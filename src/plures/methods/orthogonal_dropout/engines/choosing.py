@@ -11,10 +11,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.errors import PluresError
 from plures.graph import Graph, graph_of
+from plures.methods.building import likely_inputs
 from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution
+from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution, Parts
 from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
-from plures.methods.orthogonal_dropout.engines.parts import Parts
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import why_unavailable
@@ -69,7 +69,7 @@ def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
     """Return whether the owned engine can run here and should be faster than each member as a separate network."""
     if why_impossible(split, graph) is not None:
         return False
-    shapes, parts = _shapes(graph), Parts(split, [])
+    shapes, parts = _shapes(graph), Parts(split, {})
     costs = [_costs(node, graph, parts, shapes) for node in graph.nodes]
     return sum(owned for owned, _ in costs) < sum(apart for _, apart in costs)
 
@@ -117,15 +117,7 @@ def _cost(layer: nn.Module | None, single: bool, spatial: int, parts: Parts, nam
 
 def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
     """Return the shapes for one sample of a size that the network takes; none, if that cannot be found out."""
-    first = next(
-        (layer for layer in graph.layers.values() if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)), None
-    )
-    if first is None:
-        return {}
-    channels = first.in_features if isinstance(first, nn.Linear) else first.in_channels
-    sizes = [(channels,)] if isinstance(first, nn.Linear) else []
-    sides = 1 if isinstance(first, nn.Conv1d) else 2
-    for size in (*sizes, *((channels, *[side] * sides) for side in (64, 32, 28, 224, 16, 8))):
+    for size in dict.fromkeys(likely_inputs(graph.network)):
         try:
             return graph.shapes(torch.empty(1, *size, device="meta"))
         except Exception:  # the network does not take this size, or needs other inputs

@@ -150,11 +150,7 @@ class Engine(Predictor, ABC):
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of a difference relative to what was expected; equal infinities and NaN do not differ.
-
-    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]))
-    0.0
-    """
+    """Return the norm of a difference relative to what was expected; equal infinities and NaN do not differ."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
     same = (found == expected) | (found.isnan() & expected.isnan())
@@ -165,11 +161,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def batched(inputs: Any) -> tuple[bool, ...]:
-    """Return which tensors among the inputs are as long as the batch.
-
-    >>> batched((torch.zeros(4, 2), torch.zeros(3, 3)))
-    (True, False)
-    """
+    """Return which tensors among the inputs are as long as the batch."""
     given = arguments(inputs)
     tensors = [value for value in (*given.args, *given.kwargs.values()) if isinstance(value, Tensor)]
     return tuple(tensor.dim() > 0 and len(tensor) == size_of(inputs) for tensor in tensors)

@@ -1,8 +1,9 @@
-"""Layers that run all members at once over the weights that each owns.
+"""What the members have of a network's tensors, and layers that run all of them over the weights that each owns.
 
 Between layers the members lie one after the other along the batch axis, or `blocked` as the native kernels like it.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,100 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.graph import has_statistics, is_of_torch, is_plain_convolution
-from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
+from plures.methods.orthogonal_dropout.masks import owned_part, spread
+from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
+from plures.native.structures import Lists, block_lists, kernel_lists
+from plures.tensors import canonical, own_tensors
+
+
+class OfMembers(nn.Module):
+    """A layer with tables that have a row for each of the `count` members that run."""
+
+    def __init__(self, count: int, **tables: Tensor) -> None:
+        super().__init__()
+        self.count = count
+        self.tables = tuple(tables)
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+
+    def choose(self, indices: list[int]) -> None:
+        """Keep the rows of some members: only these run from now on."""
+        self.count = len(indices)
+        for name in self.tables:
+            self.register_buffer(name, getattr(self, name)[indices], persistent=False)
+
+
+class Parts:
+    """The tensors of each member by name, as an engine needs them; convolutions take in the norm layers of `pairs`."""
+
+    def __init__(self, split: SplitNetwork, pairs: Mapping[str, str]) -> None:
+        self.members = split.trained
+        self.owners = split.owners()
+        self.roles = split.roles
+        self._first = canonical(split.network)
+        self._own = {name: tensor.detach() for name, tensor in own_tensors(split.network).items()}
+        rows = [split.private.rows(member) for member in self.members]
+        self._private = [{name: tensor.detach() for name, tensor in private.items()} for private in rows]
+        self._scales: list[dict[str, Tensor]] = [{} for _ in self.members]
+        for convolution, norm in pairs.items():
+            eps = cast(_BatchNorm, split.network.get_submodule(norm)).eps
+            for index, private in enumerate(self._private):
+                values = self._own | private
+                mean, weight = values[f"{norm}.running_mean"], f"{convolution}.weight"
+                scale = torch.rsqrt(values[f"{norm}.running_var"] + eps)
+                scale = scale * values.get(f"{norm}.weight", torch.ones_like(mean))
+                bias, shift = (values.get(f"{name}.bias", torch.zeros_like(mean)) for name in (convolution, norm))
+                factor = scale.reshape(-1, *[1] * (values[weight].dim() - 1))
+                if weight in private:
+                    private[weight] = private[weight] * factor
+                private[f"{convolution}.bias"] = (bias - mean) * scale + shift
+                self._scales[index][weight] = factor
+
+    def first(self, name: str) -> str:
+        """Return the first name of a tensor that may be tied."""
+        return self._first.get(name, name)
+
+    def role(self, name: str) -> Role | None:
+        """Return a tensor's role, or None if the network has no tensor of this name."""
+        return self.roles.get(self.first(name))
+
+    def own(self, name: str) -> Tensor | None:
+        """Return a tensor of the split network, or None if it has none of this name."""
+        return self._own.get(self.first(name))
+
+    def stack(self, name: str, missing: Tensor) -> Tensor:
+        """Return what each member has of a tensor that is not split, [members, ...]; `missing` if there is none."""
+        first = self.first(name)
+        if first in self._private[0]:
+            return torch.stack([private[first] for private in self._private])
+        tensor = self._own.get(first, missing)
+        return tensor.expand(len(self.members), *tensor.shape)
+
+    def inside(self, prefix: str) -> list[str]:
+        """Return the names of all tensors in a layer, tied ones under each of their names."""
+        return [name for name in self._first if name.startswith(prefix)]
+
+    def tensor(self, name: str, index: int) -> Tensor:
+        """Return one member's whole tensor, as `checkout` does."""
+        first = self.first(name)
+        if first in self._private[index]:
+            return self._private[index][first]
+        if first not in self.owners:
+            return self._own[first]
+        part = owned_part(self._own[first], self.owners[first], self.members[index])
+        return part * self._scales[index][name] if name in self._scales[index] else part
+
+    def lists(self, weight: str) -> Lists:
+        """Return what each member owns of a split weight, with the factors of a norm layer that was folded into it."""
+        first = self.first(weight)
+        values, owners = self._own[first], self.owners[first]
+        scales = [scales[weight].flatten() for scales in self._scales if weight in scales]
+        factors = torch.stack(scales) if scales else None
+        in_blocks = values.dim() == 2 and len(owners) != len(values)
+        owners = owners if in_blocks else spread(owners, values)
+        return (block_lists if in_blocks else kernel_lists)(values, owners, self.members, factors)
 
 
 class _OwnedLayer(OfMembers):
@@ -27,7 +119,8 @@ class _OwnedLayer(OfMembers):
 
     def __init__(self, parts: Parts, weight: str, bias: str, outputs: int, relu: bool = False) -> None:
         lists = parts.lists(weight)
-        super().__init__(len(parts.members), starts=lists.starts, bias=parts.bias(bias, outputs))
+        biases = parts.stack(bias, torch.zeros(outputs)).float().contiguous()
+        super().__init__(len(parts.members), starts=lists.starts, bias=biases)
         for name, tensor in (("places", lists.places), ("values", lists.values)):
             self.register_buffer(name, tensor, persistent=False)
         self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
@@ -37,10 +130,6 @@ class _OwnedLayer(OfMembers):
     def weight(self) -> Tensor:
         """An empty tensor: networks ask a layer's weight for its dtype and device."""
         return self.values.new_empty(0)
-
-    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return starts, places, values and biases of the members that run."""
-        return self.starts, self.places, self.values, self.bias
 
 
 class OwnedConvolution(_OwnedLayer):
@@ -70,7 +159,7 @@ class OwnedConvolution(_OwnedLayer):
         result: Tensor = operators.convolution(
             x,
             shortcut if fused else None,
-            *self.lists(),
+            *(self.starts, self.places, self.values, self.bias),
             *(self.kernel, self.stride, self.padding, self.inputs, self.group, self.whole, self.relu and fused),
         )
         if shortcut is None or fused:
@@ -86,7 +175,8 @@ class OwnedLinear(_OwnedLayer):
         """Return [members * batch, ..., outputs]."""
         members = self.count
         rows = x.reshape(1 if shared else members, -1, self.inputs)
-        result: Tensor = operators.linear(rows, *self.lists(), self.inputs, self.group, self.relu)
+        lists = (self.starts, self.places, self.values, self.bias)
+        result: Tensor = operators.linear(rows, *lists, self.inputs, self.group, self.relu)
         return result.reshape(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
 
 
@@ -115,17 +205,11 @@ class OwnedAttention(nn.Module):
         )
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, None]:
         """Attend, as torch does when nobody needs the weights."""
-        if query is not key or key is not value or key_padding_mask is not None or need_weights or query.dim() != 3:
+        asked = given.get("need_weights", True) or given.get("key_padding_mask") is not None
+        if asked or query is not key or key is not value or query.dim() != 3:
             raise PluresError(
                 "the owned engine supports only self-attention without padding masks and returned weights: "
                 'use ensemble.engine("unfolded")'
@@ -143,16 +227,13 @@ class MembersNorm(OfMembers):
     shift: Tensor
 
     def __init__(self, layer: nn.Module, parts: Parts, name: str, blocked: bool = False, relu: bool = False) -> None:
-        factor, shift = parts.stack(f"{name}.weight"), parts.stack(f"{name}.bias")
+        like = layer.running_mean if isinstance(layer, _BatchNorm) else layer.weight
+        nothing = torch.zeros_like(cast(Tensor, like))
+        factor, shift = parts.stack(f"{name}.weight", nothing + 1), parts.stack(f"{name}.bias", nothing)
         if isinstance(layer, _BatchNorm):
-            mean, variance = parts.stack(f"{name}.running_mean"), parts.stack(f"{name}.running_var")
-            assert mean is not None
-            assert variance is not None
-            scale = torch.rsqrt(variance + layer.eps)
-            factor = scale if factor is None else factor * scale
-            shift = -mean * factor if shift is None else shift - mean * factor
-        assert factor is not None
-        shift = torch.zeros_like(factor) if shift is None else shift
+            mean, variance = (parts.stack(f"{name}.running_{kind}", nothing) for kind in ("mean", "var"))
+            factor = factor * torch.rsqrt(variance + layer.eps)
+            shift = shift - mean * factor
         super().__init__(len(parts.members), factor=factor.contiguous(), shift=shift.contiguous())
         self.layer, self.blocked, self.relu = layer, blocked, relu
 

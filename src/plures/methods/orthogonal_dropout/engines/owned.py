@@ -5,16 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plures.calling import arguments, call, chunks, logits_of
+from plures.calling import call, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
-from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
+from plures.methods.orthogonal_dropout.engines.layers import OfMembers, Parts
 from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
-from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, fold_norms, foldable
+from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, foldable
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import load, why_unavailable
-from plures.native.structures import refuse_gradients
 from plures.tensors import own_tensors, shell
 
 AT_ONCE = 80  # samples times members whose activations stay near
@@ -40,13 +39,12 @@ class Owned(Engine):
             raise PluresError(str(reason))
         self.members = split.trained
         pairs = foldable(split, graph) if fold else {}
-        parts = Parts(split, [fold_norms(split, member, pairs) for member in self.members])
-        rewriter = Rewriter(graph, parts, pairs)
+        rewriter = Rewriter(graph, Parts(split, pairs), pairs)
         try:
             self.network = rewriter.rewritten()
         except Exception as error:  # what torch.fx has traced, but no graph of all members can do
             raise PluresError(f'the owned engine cannot run this network ({error}): use engine("unfolded")') from error
-        self.one_by_one = list(dict.fromkeys(rewriter.substitutes.one_by_one))
+        self.one_by_one = list(dict.fromkeys(rewriter.one_by_one))
         lanes = load().lanes
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
@@ -66,21 +64,16 @@ class Owned(Engine):
         if separate is not None:
             return separate.of_members(indices, batches)
         for batch in batches:
-            self._refuse(batch)
+            if self._comparison is None and batched(batch) not in self._batched:
+                raise PluresError(
+                    f"another argument is as long as the batch, {size_of(batch)}, which it was not before: use "
+                    'ensemble.engine("unfolded"), or a batch of another size'
+                )
         parts = [part for batch in batches for part in chunks(batch, self.samples_at_once)]
         network = self._network_of(tuple(indices))
         with torch.autocast("cpu", enabled=False):  # the kernels compute in float32
             results = [logits_of(call(network, part)) for part in parts]
         return torch.cat([torch.unflatten(result, 0, (len(indices), -1)) for result in results], dim=1)
-
-    def _refuse(self, batch: Any) -> None:
-        given = arguments(batch)
-        refuse_gradients(*(value for value in (*given.args, *given.kwargs.values()) if isinstance(value, Tensor)))
-        if self._comparison is None and batched(batch) not in self._batched:
-            raise PluresError(
-                f"another argument is as long as the batch, {size_of(batch)}, which it was not before: use "
-                'ensemble.engine("unfolded"), or a batch of another size'
-            )
 
     def _network_of(self, indices: tuple[int, ...]) -> nn.Module:
         """Return the network of some members: a structure of its own around the same tensors, made once."""
@@ -117,16 +110,13 @@ class Owned(Engine):
 def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
     """Return why the native kernels cannot run a network, and what to do; None if they can."""
     instead = 'or use ensemble.engine("unfolded")'
-    unavailable = why_unavailable()
-    if unavailable is not None:
+    if (unavailable := why_unavailable()) is not None:
         return unavailable
     for name, tensor in own_tensors(split.network).items():
         if not tensor.is_cpu:
-            where = f"{name!r} is on {tensor.device}"
-            return f"the owned engine runs on the CPU, and {where}: move the ensemble to the CPU, {instead}"
+            return f"the owned engine runs on the CPU, and {name!r} is on {tensor.device}: move the ensemble, {instead}"
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            kind = f"{name!r} is {tensor.dtype}"
-            return f"the owned engine multiplies float32, and {kind}: convert the ensemble, {instead}"
+            return f"the owned engine multiplies float32, and {name!r} is {tensor.dtype}: convert it, {instead}"
     if graph is None:
         what = f"torch.fx cannot trace {type(split.network).__name__}, or it has hooks"
         return f'{what}, which the owned engine drops: use ensemble.engine("unfolded")'

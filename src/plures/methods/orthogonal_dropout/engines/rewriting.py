@@ -1,18 +1,30 @@
 """Rewrite the graph of a network so that one pass runs all members, over the weights that each owns."""
 
+import copy
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
-from plures.graph import Graph, has_statistics
-from plures.methods.orthogonal_dropout.engines.apart import Apart, EachCall, MembersTensor, Substitutes
-from plures.methods.orthogonal_dropout.engines.layers import MembersNorm, OwnedConvolution, OwnedLinear
-from plures.methods.orthogonal_dropout.engines.parts import OfMembers, Parts
+from plures.calling import Arguments, call, rows_of
+from plures.errors import PluresError
+from plures.graph import Graph, has_statistics, is_of_torch
+from plures.methods.orthogonal_dropout.engines.engine import size_of
+from plures.methods.orthogonal_dropout.engines.layers import (
+    MembersNorm,
+    OfMembers,
+    OwnedAttention,
+    OwnedConvolution,
+    OwnedLinear,
+    Parts,
+)
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
 from plures.native.library import load
 
+ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.ModuleList)
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"
 
 
@@ -33,7 +45,7 @@ class Rewriter:
         self.holder = nn.Module()
         self.values: dict[fx.Node, Value] = {}
         self.batch: fx.Node | None = None
-        self.substitutes = Substitutes(parts)
+        self.one_by_one: list[str] = []  # the layers that run member by member
         self._made: dict[str, str] = {}
         self._converted: dict[tuple[fx.Node, str], fx.Node] = {}
 
@@ -67,7 +79,7 @@ class Rewriter:
                 tensor = self.graph.get_attr(path)
             self.values[node] = Value(CONSTANT, tensor)
             return
-        self.substitutes.one_by_one.append(name.rpartition(".")[0] or name)
+        self.one_by_one.append(name.rpartition(".")[0] or name)
         stack = torch.stack([self.parts.tensor(name, index) for index in range(self.members)])
         self.values[node] = Value(APART, self._call(f"tensor {name}", lambda: MembersTensor(self.members, stack=stack)))
 
@@ -103,16 +115,14 @@ class Rewriter:
         elif blocked and has_statistics(layer):
             relu = self.traced.relu_after(node)
             make = lambda: MembersNorm(layer, self.parts, name, blocked=True, relu=relu is not None)  # noqa: E731
-            path = self._add(f"blocked {name} {relu is not None}", make)
-            value = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
-            self.values[node] = self.values[relu or node] = value
+            made = self._call(f"blocked {name} {relu is not None}", make, self._blocked(node.args[0]))
+            self.values[node] = self.values[relu or node] = Value(BLOCKED, made)
         elif blocked and self.traced.is_elementwise(node):
-            path = self._add(name, lambda: layer)
-            self.values[node] = Value(BLOCKED, self.graph.call_module(path, (self._blocked(node.args[0]),)))
+            self.values[node] = Value(BLOCKED, self._call(name, lambda: layer, self._blocked(node.args[0])))
         else:
-            path = self._add(name, lambda: self.substitutes.of(name, layer))
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._tiled)
-            self.values[node] = Value(TILED, self.graph.call_module(path, args, kwargs))
+            made = self._call(name, lambda: self._substitute(name, layer), *args, **kwargs)
+            self.values[node] = Value(TILED, made)
 
     def _convolution(self, node: fx.Node, name: str, layer: nn.Conv2d) -> None:
         """Write a convolution, and with it the batch norm, the addition and the ReLU that follow and stand alone."""
@@ -129,20 +139,18 @@ class Rewriter:
                 shortcut = value.node
         relu = self.traced.relu_after(chain[-1])
         make = lambda: OwnedConvolution(layer, self.parts, name, relu is not None)  # noqa: E731
-        path = self._add(f"{name} {node.name}", make)
-        args = (self._blocked(node.args[0]),) if shortcut is None else (self._blocked(node.args[0]), shortcut)
-        value = Value(BLOCKED, self.graph.call_module(path, args))
-        self.values |= dict.fromkeys([*chain, relu or node], value)
+        made = self._call(f"{name} {node.name}", make, self._blocked(node.args[0]), shortcut)
+        self.values |= dict.fromkeys([*chain, relu or node], Value(BLOCKED, made))
 
     def _linear(self, node: fx.Node, name: str, layer: nn.Linear) -> None:
         relu = self.traced.relu_after(node)
         given = (f"{name}.weight", f"{name}.bias", layer.out_features, relu is not None)
-        path = self._add(f"{name} relu {relu is not None}", lambda: OwnedLinear(self.parts, *given))
         source = self.values[cast(fx.Node, node.args[0])]
         shared = source.layout == SHARED
         rows = source.node if shared else self._tiled(cast(fx.Node, node.args[0]))
-        value = Value(TILED, self.graph.call_module(path, (rows, shared)))
-        self.values[node] = self.values[relu or node] = value
+        make = lambda: OwnedLinear(self.parts, *given)  # noqa: E731
+        made = self._call(f"{name} relu {relu is not None}", make, rows, shared)
+        self.values[node] = self.values[relu or node] = Value(TILED, made)
 
     # ---- layouts ----
 
@@ -172,20 +180,129 @@ class Rewriter:
         """Write a conversion, once for each node."""
         key = (node, layout)
         if key not in self._converted:
-            path = self._add(f"into {layout} {shared}", lambda: Into(self.members, layout, shared))
-            args = (node, self.batch) if layout in ("tiled", "plain") else (node,)
-            self._converted[key] = self.graph.call_module(path, args)
+            make = lambda: Into(self.members, layout, shared)  # noqa: E731
+            self._converted[key] = self._call(f"into {layout} {shared}", make, node, self.batch)
         return self._converted[key]
 
     def _call(self, name: str, make: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.graph.call_module(self._add(name, make), args, kwargs)
-
-    def _add(self, name: str, make: Any) -> str:
-        """Put a module into the new network, once for each name."""
+        """Write a call of a module, which is put into the new network once for each name."""
         if name not in self._made:
             self._made[name] = f"part{len(self._made)}"
             self.holder.add_module(self._made[name], make())
-        return self._made[name]
+        return self.graph.call_module(self._made[name], args, kwargs)
+
+    # ---- layers ----
+
+    def _substitute(self, name: str, layer: nn.Module) -> nn.Module:
+        """Return what runs in a layer's place on a batch that holds the members one after the other.
+
+        In torch's encoders it replaces layer by layer; other layers that it does not know run once for each member.
+        """
+        parts, prefix = self.parts, f"{name}." if name else ""
+        inside = parts.inside(prefix)
+        if all(parts.role(tensor) is Role.SHARED for tensor in inside):
+            return layer
+        made = self._known(name, layer)
+        if made is None and type(layer) in ENCODERS and all("." in t.removeprefix(prefix) for t in inside):
+            for child, inner in layer._modules.items():
+                if inner is not None:
+                    layer._modules[child] = self._substitute(f"{prefix}{child}", inner)
+            return layer
+        if made is None:
+            self.one_by_one.append(name)
+            made = EachMember([self._copy(layer, prefix, index) for index in range(len(parts.members))])
+        return made
+
+    def _copy(self, layer: nn.Module, prefix: str, index: int) -> nn.Module:
+        """Copy a layer with a member's tensors in it."""
+        made = copy.deepcopy(layer)
+        for name, tensor in made.state_dict().items():
+            if self.parts.own(f"{prefix}{name}") is not None:
+                tensor.copy_(self.parts.tensor(f"{prefix}{name}", index))
+        return made.requires_grad_(False).eval()
+
+    def _known(self, name: str, layer: nn.Module) -> nn.Module | None:
+        parts = self.parts
+        if OwnedAttention.fits(layer, parts, name):
+            return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
+        if MembersNorm.fits(layer):
+            return MembersNorm(layer, parts, name)
+        if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.role(f"{name}.weight") is Role.SPLIT:
+            return OwnedLinear(parts, f"{name}.weight", f"{name}.bias", layer.out_features)
+        return None
+
+
+class EachMember(OfMembers):
+    """Run a layer once for each member, as the unfolded engine does: for layers that the kernels do not know."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(len(layers))
+        self.layers = nn.ModuleList(layers)
+
+    def choose(self, indices: list[int]) -> None:
+        """Keep the layers of some members."""
+        super().choose(indices)
+        self.layers = nn.ModuleList(self.layers[index] for index in indices)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what torch's encoders ask a layer for, such as its dtype, from the first member's."""
+        layers = self.__dict__.get("_modules", {}).get("layers")
+        if name == "layers" or name.startswith("__") or layers is None:
+            return super().__getattr__(name)
+        return getattr(layers[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut the batch into members, run each, and join what comes out."""
+        given = Arguments(args, kwargs)
+        size = size_of(given) // self.count
+        parts = [rows_of(given, slice(turn * size, (turn + 1) * size)) for turn in range(self.count)]
+        return joined(list(map(call, self.layers, parts)))
+
+
+def joined(results: list[Any]) -> Any:
+    """Join what members returned along the batch axis; tuples part by part."""
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    if type(results[0]) in (tuple, list):
+        return type(results[0])(joined(list(parts)) for parts in zip(*results, strict=True))
+    if not all(result is results[0] or result == results[0] for result in results):
+        raise PluresError(f"outputs of type {type(results[0]).__name__} cannot be joined over the members")
+    return results[0]
+
+
+class Apart:
+    """What each of the running members has, one after the other."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = list(values)
+
+
+class MembersTensor(OfMembers):
+    """Return a tensor that each member has for itself."""
+
+    stack: Tensor
+
+    def forward(self) -> Apart:
+        """Return the tensors of the members that run."""
+        return Apart(self.stack)
+
+
+class EachCall(OfMembers):
+    """Call a function, or a method by name, once for each member."""
+
+    def __init__(self, count: int, function: Any) -> None:
+        super().__init__(count)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Apart:
+        """Return what comes out for each member."""
+        return Apart(self._of(index, (args, kwargs)) for index in range(self.count))
+
+    def _of(self, index: int, given: Any) -> Any:
+        args, kwargs = map_aggregate(given, lambda value: value.values[index] if isinstance(value, Apart) else value)
+        if isinstance(self.function, str):
+            return getattr(args[0], self.function)(*args[1:], **kwargs)
+        return self.function(*args, **kwargs)
 
 
 class Into(OfMembers):

@@ -1,18 +1,17 @@
 """The unfolded engine: each member is a network of its own, with batch norms folded into the convolutions before."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.calling import call, copied, logits_of
 from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison
+from plures.methods.orthogonal_dropout.engines.layers import Parts
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.tensors import overwrite, own_tensors
+from plures.tensors import own_tensors
 
 
 class Unfolded(Engine):
@@ -30,19 +29,14 @@ class Unfolded(Engine):
         self.members = split.trained
         pairs = foldable(split, graph)
         networks = [split.checkout(member).requires_grad_(False) for member in self.members]
-        for member, network in zip(self.members, networks, strict=True):
-            scales, private = fold_norms(split, member, pairs)
+        parts = Parts(split, pairs)
+        for index, network in enumerate(networks):
             for name, norm in pairs.items():
                 convolution = cast(nn.Conv2d, network.get_submodule(name))
-                if convolution.bias is None:
-                    zeros = convolution.weight.detach().new_zeros(convolution.out_channels)
-                    convolution.bias = nn.Parameter(zeros, requires_grad=False)
+                convolution.weight.copy_(parts.tensor(f"{name}.weight", index))
+                bias = parts.tensor(f"{name}.bias", index).to(convolution.weight.dtype)
+                convolution.bias = nn.Parameter(bias, requires_grad=False)
                 network.set_submodule(norm, nn.Identity())
-            for name, tensor in own_tensors(network).items():
-                if name in private:
-                    overwrite(tensor, private[name], name)
-                elif name in scales:
-                    tensor.copy_(tensor * scales[name])
         self.networks = nn.ModuleList(networks)
         self._comparison = MemberComparison(split) if pairs else None
         self.eval()
@@ -65,24 +59,3 @@ def foldable(split: SplitNetwork, graph: Graph | None) -> dict[str, str]:
     weights = {name for name in exact if split.roles[name] is not Role.SHARED}
     pairs = {} if graph is None else graph.folds()
     return {convolution: norm for convolution, norm in pairs.items() if f"{convolution}.weight" in weights}
-
-
-def fold_norms(
-    split: SplitNetwork, member: int, pairs: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the factors of each convolution that takes its norm layer in, and the private tensors that remain."""
-    values = {name: t.detach() for name, t in (own_tensors(split.network) | split.private.rows(member)).items()}
-    private = {name: values[name] for name in split.private.rows(member)}
-    scales = {}
-    for convolution, norm in pairs.items():
-        layer = cast(_BatchNorm, split.network.get_submodule(norm))
-        mean, variance = values[f"{norm}.running_mean"], values[f"{norm}.running_var"]
-        scale = torch.rsqrt(variance + layer.eps) * values.get(f"{norm}.weight", torch.ones_like(mean))
-        bias = values.get(f"{convolution}.bias", torch.zeros_like(mean))
-        shift = values.get(f"{norm}.bias", torch.zeros_like(mean))
-        private = {name: tensor for name, tensor in private.items() if name.rpartition(".")[0] != norm}
-        private[f"{convolution}.bias"] = (bias - mean) * scale + shift
-        scales[f"{convolution}.weight"] = scale.reshape(-1, *[1] * (values[f"{convolution}.weight"].dim() - 1))
-        if f"{convolution}.weight" in private:
-            private[f"{convolution}.weight"] = private[f"{convolution}.weight"] * scales[f"{convolution}.weight"]
-    return scales, private

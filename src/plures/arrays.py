@@ -20,8 +20,6 @@ _SHAPES = {None: "[..., classes]", 1: "[samples]", 2: "[samples, classes]", 3: "
 def labelled(name: str, values: Array, targets: Array, rank: int) -> tuple[Tensor, Tensor]:
     """Check probabilities and their targets against each other, on the CPU.
 
-        values, labels = labelled("probabilities", probabilities, targets, rank=2)  # [samples, classes], [samples]
-
     Dense answers, [samples, classes, ...] with targets [samples, ...], come back with every place as a sample of its
     own, but for the places whose target is -100: those have no label, as for torch's own losses.
     """
@@ -52,11 +50,7 @@ def labelled(name: str, values: Array, targets: Array, rank: int) -> tuple[Tenso
 
 
 def is_right(values: Tensor, labels: Tensor) -> Tensor:
-    """Return whether the most probable class is the label; among equally probable classes, the first counts.
-
-    >>> is_right(torch.tensor([[0.9, 0.1], [0.5, 0.5]]), torch.tensor([0, 1]))
-    tensor([ True, False])
-    """
+    """Return whether the most probable class is the label; among equally probable classes, the first counts."""
     return torch.eq(values.argmax(dim=-1), labels)
 
 
@@ -82,10 +76,7 @@ def distributions(name: str, values: Array, rank: int | None, dense: bool = Fals
 
 
 def numbers(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
-    """Return real numbers as float32 or float64, on their device; raise an error for NaN and other types.
-
-    scores = numbers("scores", scores, rank=1)
-    """
+    """Return real numbers as float32 or float64, on their device; raise an error for NaN and other types."""
     checked = tensor(name, values, rank, dense)
     given = f"{name} of shape {tuple(checked.shape)}"
     if checked.is_complex():
@@ -98,10 +89,7 @@ def numbers(name: str, values: Array, rank: int | None, dense: bool = False) -> 
 
 
 def tensor(name: str, values: Array, rank: int | None, dense: bool = False) -> Tensor:
-    """Return values as a tensor that is not empty and has the given rank (None: any but 0; dense: or more).
-
-    targets = tensor("targets", targets, rank=1)
-    """
+    """Return values as a tensor that is not empty and has the given rank (None: any but 0; dense: or more)."""
     if isinstance(values, np.ndarray):
         try:  # a plain copy, because torch refuses negative strides and swapped bytes and warns of read-only memory
             values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
@@ -118,11 +106,7 @@ def tensor(name: str, values: Array, rank: int | None, dense: bool = False) -> T
 
 
 def soften(probabilities: Tensor, temperature: float, axis: int = -1) -> Tensor:
-    """Apply a temperature as `tempered` does, without a check.
-
-    >>> soften(torch.tensor([[0.9, 0.1]]), 2.0)
-    tensor([[0.7500, 0.2500]])
-    """
+    """Apply a temperature as `tempered` does, without a check."""
     logs = probabilities.clamp_min(TINY).log()
     return torch.softmax((logs - logs.amax(dim=axis, keepdim=True)) / temperature, dim=axis)
 
@@ -134,11 +118,7 @@ def entropies(values: Tensor, axis: int = -1) -> Tensor:
 
 
 def doubt(members: Tensor, axis: int = -1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return total, aleatoric and epistemic as `uncertainty` does, without a check; `axis` holds the classes.
-
-    >>> doubt(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))[2]
-    tensor([0.6931])
-    """
+    """Return total, aleatoric and epistemic as `uncertainty` does, without a check; `axis` holds the classes."""
     total = entropies(members.mean(dim=0, keepdim=True), axis)[0]
     aleatoric = entropies(members, axis).mean(dim=0)
     return total, aleatoric, (total - aleatoric).clamp_min(0)
