@@ -165,6 +165,14 @@ class Stage(nn.Module):
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return [{"params": trainable, "weight_decay": weight_decay}]
 
+    def after_epoch(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
+        """Let the method change what it trains between two epochs; most methods do nothing.
+
+            stage.after_epoch((epoch + 1) / epochs, optimizer)
+
+        `progress` is the part of the stage that is behind, up to 1.
+        """
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy what trains, for a moving average for example; the copy commits into the same ensemble."""
         copied = self.__class__.__new__(self.__class__)

@@ -53,6 +53,7 @@ class StageLoop:
         """Train for one epoch, counted from 1, and return its record."""
         started = time.perf_counter()
         loss, accuracy = self._train(number)
+        self.stage.after_epoch(number / self.epochs, self.optimizer)
         trained = time.perf_counter()
         # Each process has seen its own images: the ensemble keeps their mean.
         self.processes.average(self.stage.buffers())

@@ -71,7 +71,7 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     The classifier's role is among the roles. Random owners would be drawn in vain, which takes as long as loading all
     the rest. And nobody who loads a trained ensemble needs to hear that a given network was thin to split.
     """
-    later = {"classifier": None, "schedule": "sequential", "optimize_masks": True, "init": "fresh"}
+    later = {"classifier": None, "schedule": "sequential", "exchange": 0.0, "optimize_masks": True, "init": "fresh"}
     now = {name: value for name, value in stored.items() if name not in GONE}
     settled = later | now | {"optimize_masks": bool(stored["optimize_masks"])}  # 0.1 knew no other schedule
     return now | later, {name: settled[name] for name in later}

@@ -84,9 +84,12 @@ class TrainingEngine:
         """Return whether batches of this many samples can be run, in float32 on the CPU, if a comparison agrees."""
         if self._refused is network or why_unavailable() is not None:
             return False
-        if self._prepared is None or self._prepared.stage_network is not network:
+        known = self._prepared
+        if known is None or known.stage_network is not network or known.others_own():
             self._prepared = _prepared(network)
             self._refused = network if self._prepared is None else None
+            if self._prepared is not None and known is not None:
+                self._prepared.compared = known.compared and known.stage_network is network
         return self._prepared is not None and samples > 0 and samples % load().lanes == 0
 
 
@@ -312,13 +315,17 @@ class _Prepared(fx.Interpreter):
         same = list(map(id, modules)) == list(map(id, self.known))
         plain = all(layer.training and not has_hooks(layer) and "forward" not in vars(layer) for layer in modules)
         norms = all(_can_norm(self.traced.layers[node]) for node in self.blocked if self.traced.is_layer(node, *NORMS))
+        hooked = _has_any_global_hook() or not _is_float32(self.stage_network)  # type: ignore[no-untyped-call]
+        told = self.attributes == list(_plain_attributes(self.subject.network))
+        return same and norms and plain and told and not hooked
+
+    def others_own(self) -> bool:
+        """Return whether masks or owners have changed since the kernels were listed."""
         marks = self.subject.marks()
         versions = [mark._version for mark in marks]
         if versions != self.versions and all(map(torch.equal, marks, self.copies)):
             self.versions = versions  # written again with the same values, by a run that resumes or by DDP
-        hooked = _has_any_global_hook() or not _is_float32(self.stage_network)  # type: ignore[no-untyped-call]
-        told = self.attributes == list(_plain_attributes(self.subject.network))
-        return same and norms and plain and told and not hooked and versions == self.versions
+        return versions != self.versions
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run the network."""
