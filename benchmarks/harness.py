@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
+from plures.fitting import lay_out
 from plures.lab.costs import Action, timed
 from plures.lab.models import WideResNet, resnet18
-from plures.lab.training.loop import lay_out
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.stage import Stage
 

@@ -23,12 +23,12 @@ from benchmarks.harness import (
     training_step,
 )
 from plures.ensemble import Ensemble
+from plures.fitting import lay_out
 from plures.lab.costs import Action, file_size, timed
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.models import resnet8
 from plures.lab.training.distributed import resolve
-from plures.lab.training.loop import lay_out
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout

@@ -34,6 +34,7 @@ def at_hand() -> dict[str, Any]:
         pass
     plures.save(ensemble, "birds.safetensors")
     names = {"network": network, "ensemble": ensemble, "stage": stage, "make_network": Network}
+    names["optimizer"] = torch.optim.SGD(stage.parameters(), lr=0.1)
     names |= {"images": images, "labels": labels, "loader": [(images, labels)] * 2, "train": lambda *a, **k: None}
     held_out = torch.randn(1000, 3, 8, 8)
     truth = ensemble.predict(held_out).label  # nobody trained it, but let it be right, as the reader's is

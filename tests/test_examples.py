@@ -60,7 +60,7 @@ def test_examples_are_found_as_they_are_written() -> None:
 
 def public() -> dict[str, Any]:
     """Every public class and function, with the methods that the classes define."""
-    top = {name: getattr(plures, name) for name in [*plures.__all__, "fit"] if name not in ("__version__", "metrics")}
+    top = {name: getattr(plures, name) for name in plures.__all__ if name not in ("__version__", "metrics")}
     for module in (guarantees, metrics):
         own = vars(module).items()
         top |= {name: value for name, value in own if getattr(value, "__module__", "") == module.__name__}
@@ -105,8 +105,7 @@ def at_hand_for(name: str) -> dict[str, Any]:
     return {**names, "layer": layer, "weight": layer.weight.detach(), "free": torch.ones(20, 100, dtype=torch.bool)}
 
 
-# Those of fit take data and minutes: the guide shows them, and its test runs them.
-SHOWN = [name for name, value in public().items() if any(examples(inspect.getdoc(value) or "")) and name != "fit"]
+SHOWN = [name for name, value in public().items() if any(examples(inspect.getdoc(value) or ""))]
 
 
 @pytest.mark.parametrize("name", SHOWN)

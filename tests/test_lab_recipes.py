@@ -11,7 +11,7 @@ import torch
 
 from plures import PluresError
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
-from plures.lab.training.loop import learning_rate
+from plures.lab.training.loop import rate_factor
 
 PAPER = ["cifar10", "cifar100", "cub200", "tiny-imagenet"]
 
@@ -32,7 +32,7 @@ def test_wide_networks_have_the_numbers_of_the_mimo_paper(name):
     recipe = get_recipe(name)
     assert recipe.nesterov
     assert (recipe.epochs.train, recipe.weight_decay, recipe.gamma, recipe.warmup) == (250, 6e-4, 0.2, 1)
-    rates = [learning_rate(recipe, epoch, 250, 1) for epoch in range(250)]
+    rates = [recipe.learning_rate * rate_factor(recipe, epoch, 250, 1) for epoch in range(250)]
     drops = [epoch for epoch in range(1, 250) if rates[epoch] < rates[epoch - 1]]
     assert drops == [100, 200, 225]
 
@@ -117,7 +117,7 @@ def test_recipes_are_listed_without_torch():
 
 
 def rates(recipe, steps=100, per_epoch=10):
-    return [learning_rate(recipe, step, steps, per_epoch) for step in range(steps)]
+    return [recipe.learning_rate * rate_factor(recipe, step, steps, per_epoch) for step in range(steps)]
 
 
 def test_steps_fall_at_the_milestones():

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,13 +24,14 @@ from torch.nn import functional as F
 import plures
 from forked import start, told_to
 from plures import PluresError
+from plures.checkpoints import CHECKSUM, Position, pack, position_of, unpack
 from plures.lab.data import Data, DataInfo, DataSplit
 from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs import config as config_module
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.distributed import Processes, resolve
-from plures.lab.training.fit import CHECKSUM, Position, fit, pack, position_of, unpack
-from plures.lab.training.loop import StageLoop
+from plures.lab.training.fit import fit
+from plures.lab.training.loop import RecipeLoop
 
 CLASSES, SIZE = 3, 8
 RECIPE = Recipe(
@@ -399,7 +399,7 @@ def test_a_position_that_cannot_be_is_refused(tmp_path, monkeypatch, change):
     folder = RunFolder(tmp_path / "run")
     stage = orthogonal().open(orthogonal().plan()[0])
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
-    position = msgspec.structs.replace(position_of(folder.state.read_bytes()), **change)
+    position = position_of(folder.state.read_bytes())._replace(**change)
     folder.state.write_bytes(pack(stage, optimizer, position))
     with pytest.raises(PluresError, match=r"damaged.*delete it"):
         train(tmp_path / "run")
@@ -444,13 +444,13 @@ def test_a_run_goes_on_with_the_threads_that_it_was_begun_with(tmp_path, monkeyp
 def test_the_ensemble_keeps_its_loss_while_right_answers_are_counted(monkeypatch, method):
     ensemble, losses = getattr(plures, method)(make_network()), []
 
-    def look(loop, number, epoch=StageLoop.epoch):
+    def look(loop, number, epoch=RecipeLoop.epoch):
         record = epoch(loop, number)
         assert record["train_accuracy"] is not None
         losses.append(ensemble.loss)
         return record
 
-    monkeypatch.setattr(StageLoop, "epoch", look)
+    monkeypatch.setattr(RecipeLoop, "epoch", look)
     train(ensemble=ensemble)
     assert set(losses) == {F.cross_entropy}
 

@@ -1,4 +1,4 @@
-"""Stages trained in other people's loops come out as those of `plures.fit`."""
+"""Stages trained in other people's loops come out as those of the lab's own loop."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import plures
 from plures.lab.data import open_data
 from plures.lab.recipes import Epochs, get_recipe
+from plures.lab.training.fit import fit
 
 EPOCHS = 4
 BATCH = 64
@@ -66,7 +67,7 @@ def accuracy(trained, data):
 def usual(data):
     epochs = Epochs(EPOCHS, EPOCHS, EPOCHS, EPOCHS)
     recipe = replace(get_recipe("digits"), epochs=epochs, batch_size=BATCH, optimizer="adamw", learning_rate=RATE)
-    return accuracy(plures.fit(ensemble(), data, recipe, quiet=True), data)
+    return accuracy(fit(ensemble(), data, recipe, quiet=True), data)
 
 
 def test_accelerate(data, digits, usual):

@@ -171,7 +171,7 @@ def test_the_summary_tells_members_roles_and_sizes(caplog) -> None:
     assert not caplog.records, "a small network is not worth a warning"
     text = str(ensemble)
     assert "OrthogonalDropout of Sequential (members=5" in text
-    assert "0 of 14 stages trained" in text
+    assert "not trained: call fit" in text
     assert re.search(r"^split +4,608 numbers in 2 tensors$", text, re.MULTILINE)
     assert re.search(r"^private +323 numbers in 4 tensors x 5 members$", text, re.MULTILINE)
     said = re.search(r"([\d.]+) x the plain network", text)

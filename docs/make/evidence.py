@@ -31,7 +31,7 @@ from plures.lab.compare.compare import is_done, make_runs
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.paper import PAPER, paper_data
 from plures.lab.paper.targets import AS_PUBLISHED, TARGETS, draw
-from plures.lab.training.progress import duration
+from plures.progress import duration
 
 HERE = str(Path(__file__).parent)
 SINGLE, PACKED, SPLIT, DEEP, BATCH = map(

@@ -4,14 +4,16 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plures import fitting
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.prediction import Predictor
@@ -81,6 +83,7 @@ class Ensemble(Predictor, ABC):
     """
 
     members: int
+    seed: int
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
@@ -157,6 +160,48 @@ class Ensemble(Predictor, ABC):
             if not stage.committed:
                 stage.commit()
 
+    def fit(
+        self,
+        loader: Iterable[Any],
+        epochs: int | Mapping[str, int],
+        *,
+        validation: Iterable[Any] | None = None,
+        optimizer: Callable[[Stage], torch.optim.Optimizer] | None = None,
+        schedule: fitting.Schedule = "cosine",
+        device: torch.device | str | None = None,
+        checkpoint: str | Path | None = None,
+        progress: bool = True,
+        callbacks: Sequence[Callable[[dict[str, Any]], object]] = (),
+    ) -> Self:
+        """Train all open stages, and return the ensemble.
+
+            ensemble.fit(loader, epochs=60, validation=held_out_loader, checkpoint="training.safetensors")
+            ensemble.fit(loader, epochs=60, optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1))
+
+        - `loader`: batches of (inputs, targets), or of dicts with `labels`, that can be read in every epoch.
+        - `epochs`: of each stage; pruning takes a tenth of them. A dict has them by phase.
+        - `validation`: held-out batches; their accuracy is shown, and they calibrate the trained ensemble.
+        - `optimizer`: a function that makes the optimizer of a stage; by default AdamW with a rate of 0.001.
+        - `schedule`: "cosine" lets the rate rise for a twentieth of a stage and fall to zero; "constant" keeps it.
+        - `device`: where to train; by default where the ensemble is.
+        - `checkpoint`: a file that is written after every epoch; the same call continues from it, with the same bits.
+        - `progress`: show one line on the standard error.
+        - `callbacks`: functions that are called after every epoch with its record, a dict.
+        """
+        fitting.fit(
+            self,
+            loader,
+            epochs,
+            validation=validation,
+            optimizer=optimizer,
+            schedule=schedule,
+            device=device,
+            checkpoint=checkpoint,
+            progress=progress,
+            callbacks=callbacks,
+        )
+        return self
+
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
         heading = f"{type(self).__name__} of {self.given.name} ({options}): {self._how_far()}"
@@ -173,6 +218,8 @@ class Ensemble(Predictor, ABC):
     def _how_far(self) -> str:
         plan = self.plan()
         done = sum(step.committed for step in plan)
+        if not done:
+            return "not trained: call fit, or loop over stages()"
         return "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
 
     def _state(self) -> dict[str, Any]:

@@ -168,7 +168,9 @@ class Stage(nn.Module):
     def after_epoch(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
         """Let the method change what it trains between two epochs; most methods do nothing.
 
-            stage.after_epoch((epoch + 1) / epochs, optimizer)
+            for epoch in range(60):
+                ...  # train for an epoch
+                stage.after_epoch((epoch + 1) / 60, optimizer)
 
         `progress` is the part of the stage that is behind, up to 1.
         """

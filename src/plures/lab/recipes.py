@@ -65,7 +65,7 @@ class Recipe:
 
         recipe = get_recipe("cifar10-cpu")
         longer = dataclasses.replace(recipe, epochs=Epochs(pretrain=60, prune=6, finetune=60, train=60))
-        plures.fit(ensemble, data, longer)
+        fit(ensemble, data, longer)
 
     `milestones` are fractions of a stage, so they suit stages of any length. `batch_size` counts the images of all
     processes together, so a recipe means the same on one device and on many.

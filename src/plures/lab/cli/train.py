@@ -69,8 +69,8 @@ class Train(Command):
         """Train, and show the result."""
         from plures.lab import terminal
         from plures.lab.method_names import method_class, takes
-        from plures.lab.training.progress import duration
         from plures.lab.training.train import train
+        from plures.progress import duration
 
         if "members" in self.given and not takes(method_class(self.method), "members"):
             raise PluresError(f"{self.method} has no option members: leave out --members {self.settings.members}")

@@ -29,7 +29,7 @@ from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs.config import differences, train_words
 from plures.lab.runs.folder import RunFolder, other_settings
 from plures.lab.runs.open import data_for, ensemble_for, network_for
-from plures.lab.training.progress import duration
+from plures.progress import duration
 
 Where = Literal["here", "ray"]
 # Executes `plures` with some words, writes what it prints to a file, and has one of the places for runs at a time.

@@ -19,7 +19,7 @@ from plures.errors import visible
 from plures.lab import terminal
 from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.costs import machine
-from plures.lab.training.progress import duration
+from plures.progress import duration
 
 # What the CSV and the JSON file hold of each run. The table shows `columns`.
 FILED = (

@@ -1,6 +1,5 @@
 """Train all stages of an ensemble: the same for all methods, because all are sequences of stages."""
 
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -8,35 +7,27 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-import safetensors.torch
 import torch
 from accelerate.utils import gather_object
-from msgspec import Meta
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from plures.checkpoints import Position, damaged, pack, position_of, unpack
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.files import digest
 from plures.lab.data import Data, steps
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.distributed import Processes
-from plures.lab.training.loop import StageLoop
-from plures.lab.training.progress import Display
+from plures.lab.training.loop import RecipeLoop
+from plures.progress import Progress
 from plures.stage import Step, due
 from plures.storage import refill, save
 from plures.tensors import checksum
 
 log = logging.getLogger("plures")
 FEW = 4  # steps of an epoch: fewer are hardly worth its passes over the images
-Count = Annotated[int, Meta(ge=0)]
-CHECKSUM = 64  # bytes before the safetensors file of an open stage: no pickle, no random generators
 
 
 def fit(
@@ -89,7 +80,7 @@ def fit(
                     "making the network"
                 )
         epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
-        display = stack.enter_context(Display(ensemble.plan(), epochs, quiet=quiet or not processes.main))
+        display = stack.enter_context(Progress(ensemble.plan(), epochs, quiet=quiet or not processes.main))
         _warn_of_few_steps(data, recipe)
         _Run(ensemble, data, recipe, folder, processes, display).train(finish)
     return ensemble
@@ -121,7 +112,7 @@ class _Run:
     recipe: Recipe
     folder: RunFolder | None
     processes: Processes
-    display: Display
+    display: Progress
 
     def train(self, finish: Callable[[], None]) -> None:
         folder, on_main = self.folder, self.processes.on_main
@@ -137,8 +128,8 @@ class _Run:
         if folder is not None:
             on_main(partial(self._finish, folder, finish))
 
-    def _train_stage(self, step: Step, saved: tuple[bytes, "Position"] | None) -> None:
-        loop = StageLoop(self.ensemble, step, self.data, self.recipe, self.processes)
+    def _train_stage(self, step: Step, saved: tuple[bytes, Position] | None) -> None:
+        loop = RecipeLoop(self.ensemble, step, self.data, self.recipe, self.processes)
         done = 0
         if saved is not None:
             state, position = saved
@@ -159,7 +150,7 @@ class _Run:
     def _committed(self) -> list[str]:
         return [step.name for step in self.ensemble.plan() if step.committed]
 
-    def _saved(self, folder: RunFolder, step: Step) -> tuple[bytes, "Position"] | None:
+    def _saved(self, folder: RunFolder, step: Step) -> tuple[bytes, Position] | None:
         """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
         state, committed = self.processes.on_main(folder.read_state), self._committed()
         saved = None if state is None else (state, position_of(state))
@@ -169,7 +160,7 @@ class _Run:
         self.processes.on_main(lambda: folder.keep_records(committed, step.name, epochs))
         return saved
 
-    def _write_epoch(self, folder: RunFolder, loop: StageLoop, record: Mapping[str, Any]) -> None:
+    def _write_epoch(self, folder: RunFolder, loop: RecipeLoop, record: Mapping[str, Any]) -> None:
         folder.append_record(record)  # before the state, which says how many records count
         position = Position(len(self._committed()), record["epoch"], loop.scaler.state_dict())
         folder.write_state(pack(loop.stage, loop.optimizer, position))
@@ -180,78 +171,6 @@ class _Run:
             finish()
             save(self.ensemble, folder.ensemble)
         folder.clean()
-
-
-class Position(msgspec.Struct, frozen=True):
-    """Where training was: how many stages are committed, and how many epochs of the next one are done."""
-
-    committed: Count
-    epoch: Count
-    loss_scale: dict[str, float]  # of fp16; else empty
-
-
-def pack(stage: nn.Module, optimizer: Optimizer, position: Position) -> bytes:
-    """Return a stage, its optimizer and the position as bytes."""
-    tensors = _tensors(stage) | {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in stage.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    # Cloned: safetensors takes neither other memory formats nor tensors that share memory.
-    stored = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    contents = safetensors.torch.save(stored, metadata={"position": msgspec.json.encode(position).decode()})
-    return digest(contents, length=CHECKSUM).encode() + contents
-
-
-def position_of(contents: bytes) -> Position:
-    """Read the position alone."""
-    contents = _checked(contents)
-    try:
-        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
-        return msgspec.json.decode(header["__metadata__"]["position"], type=Position)
-    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(f"{type(error).__name__}: {error}") from error
-
-
-@torch.no_grad()
-def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
-    """Restore the stage and the optimizer that `pack` was given."""
-    try:
-        stored = safetensors.torch.load(_checked(contents))
-    except SafetensorError as error:
-        raise damaged(error) from error
-    for name, tensor in _tensors(stage).items():
-        if name not in stored and name.startswith("stage.record."):
-            continue  # version 0.1 kept no record of the training
-        if name not in stored or stored[name].shape != tensor.shape:
-            raise damaged("it does not fit the stage")
-        tensor.copy_(stored.pop(name))
-    parameters = dict(stage.named_parameters())
-    for name, tensor in stored.items():
-        place, _, key = name.removeprefix("optimizer.").rpartition(".")
-        parameter = parameters.get(place)
-        if parameter is None or tensor.shape != (() if key == "step" else parameter.shape):
-            raise damaged("it does not fit the stage")
-        # In the memory format of the parameter: in another, sums would round differently.
-        optimizer.state[parameter][key] = tensor if key == "step" else torch.empty_like(parameter).copy_(tensor)
-
-
-def _checked(contents: bytes) -> bytes:
-    """Take the checksum off; without the right one, the file is one of version 0.1, or no safetensors file."""
-    rest = contents[CHECKSUM:]
-    return rest if contents[:CHECKSUM] == digest(rest, length=CHECKSUM).encode() else contents
-
-
-def _tensors(stage: nn.Module) -> dict[str, Tensor]:
-    return {f"stage.{name}": tensor for name, tensor in (*stage.named_parameters(), *stage.named_buffers())}
-
-
-def damaged(reason: Any) -> PluresError:
-    """Return the error for a damaged state."""
-    return PluresError(
-        f"state.safetensors in the run folder is damaged ({reason}): "
-        "delete it, and the open stage is trained again from its start"
-    )
 
 
 def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:

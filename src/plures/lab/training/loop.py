@@ -1,16 +1,18 @@
-"""Train one stage, epoch by epoch; the learning rate is a function of the step, so there is nothing to restore."""
+"""One stage of a run: the loop of `plures.fitting`, with the batches, the rates and the processes of a recipe."""
 
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
+from plures.fitting import StageLoop, lay_out
 from plures.lab.data import Augment, Data, batches, steps
 from plures.lab.recipes import Recipe
 from plures.lab.training.distributed import Processes
@@ -18,168 +20,85 @@ from plures.losses import Loss
 from plures.seeding import seed_of
 from plures.stage import Stage, Step
 
-CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
 
-
-class StageLoop:
-    """Train one stage, an epoch at a time.
-
-    All random numbers of an epoch follow from the seed, the stage, the epoch and the process: an epoch gives
-    the same result whether or not those before it ran in the same process.
-    """
+class RecipeLoop(StageLoop):
+    """Train one stage as a recipe says, an epoch at a time."""
 
     def __init__(self, ensemble: Ensemble, step: Step, data: Data, recipe: Recipe, processes: Processes) -> None:
-        self.data = data
-        self.recipe = recipe
-        self.processes = processes
-        self.epochs = recipe.epochs.of(step.phase)
-        self.batch_size = processes.batch_size(recipe)
-        self.augment = Augment(crop=recipe.crop, flip=recipe.flip)
+        self.data, self.recipe, self.processes = data, recipe, processes
+        self.rank, self.world, self.clip = processes.rank, processes.world, recipe.clip
+        self.batch_size, device = processes.batch_size(recipe), processes.device
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
-        self.steps = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
+        count = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
+        epochs = recipe.epochs.of(step.phase)
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
-        self.stage = ensemble.open(step)
-        self.loss = CountingLoss(smoothed(self.stage.loss, recipe.label_smoothing))
-        del self.stage.loss  # without this, a module cannot be replaced by a function
-        self.stage.loss = self.loss
-        self.stage.to(processes.device)
-        lay_out(self.stage, self.batch_size, processes.device, mixed=processes.precision != "no")
-        self.optimizer = make_optimizer(self.stage, recipe)
-        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=processes.precision == "fp16")
-        self.model = processes.wrap(self.stage)
+        stage = ensemble.open(step).to(device)
+        loss = smoothed(stage.loss, recipe.label_smoothing)
+        del stage.loss  # without this, a module cannot be replaced by a function
+        stage.loss = loss
+        lay_out(stage, self.batch_size, device, mixed=processes.precision != "no")
+        super().__init__(
+            stage,
+            (),
+            count,
+            epochs,
+            make_optimizer(stage, recipe),
+            lambda at: rate_factor(recipe, at, count * epochs, count),
+            seed=seed_of(recipe.seed, stage.name),
+            device=device,
+            scaler=torch.amp.GradScaler(device.type, enabled=processes.precision == "fp16"),
+        )
+        self.model = processes.wrap(stage)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the stage computes."""
+        return self.processes.autocast()
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return the sum of the values of all processes."""
+        return self.processes.sum(value)
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Train for one epoch, counted from 1, and return its record."""
+        """Train for one epoch, counted from 1, validate, and return its record."""
         started = time.perf_counter()
-        loss, accuracy = self._train(number)
-        self.stage.after_epoch(number / self.epochs, self.optimizer)
-        trained = time.perf_counter()
+        record = super().epoch(number)
         # Each process has seen its own images: the ensemble keeps their mean.
         self.processes.average(self.stage.buffers())
         validation = self.validate()
-        return {
-            "stage": self.stage.name,
-            "phase": self.stage.phase,
-            "member": self.stage.member,
-            "epoch": number,
-            "epochs": self.epochs,
-            "loss": loss,
-            "train_accuracy": accuracy,
-            "validation_accuracy": validation,
-            "learning_rate": self._rate(number * self.steps - 1),
-            "images_per_second": round(self.steps * self.batch_size * self.processes.world / (trained - started), 1),
-            "seconds": round(time.perf_counter() - started, 3),
-        }
+        return record | {"validation_accuracy": validation, "seconds": round(time.perf_counter() - started, 3)}
 
     def validate(self) -> float | None:
         """Measure the accuracy on the validation images; None if there are none."""
         split = self.data.validation
         if not len(split):
             return None
-        rank, world, device = self.processes.rank, self.processes.world, self.processes.device
-        right = torch.zeros((), device=device)
-        own = len(range(rank, len(split), world))  # the order wraps around at its end: those come twice
-        self.stage.eval()
-        with torch.no_grad(), self.processes.autocast():
-            for images, labels in batches(split, self.batch_size, shuffle=False, rank=rank, world=world, device=device):
-                logits = self.stage.logits(images)
-                if logits.dim() == 3:  # of several members
-                    logits = logits.float().softmax(-1).mean(0)
-                right += (logits.argmax(-1) == labels)[:own].sum()
-                own -= len(labels)
-        self.stage.train()
-        return self.processes.sum(right).item() / len(split)
+        own = len(range(self.rank, len(split), self.world))
+        right = (self.accuracy(self._held_out(own)) or 0.0) * own
+        return self.total(torch.tensor(right, device=self.device)).item() / len(split)
 
-    def _train(self, number: int) -> tuple[float, float | None]:
-        rank, world, device = self.processes.rank, self.processes.world, self.processes.device
-        seed = seed_of(self.recipe.seed, self.stage.name)
-        torch.manual_seed(seed_of(seed, "epoch", number, rank))
-        stream = batches(
+    def _held_out(self, own: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over this process's validation images; the order wraps around at its end, and those come twice."""
+        split, rank, world = self.data.validation, self.rank, self.world
+        for images, labels in batches(
+            split, self.batch_size, shuffle=False, rank=rank, world=world, device=self.device
+        ):
+            yield images[:own], labels[:own]
+            own -= len(labels)
+
+    def batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the batches of an epoch, in an order and with crops that follow from the seed."""
+        return batches(
             self.data.train,
             self.batch_size,
-            seed=seed,
+            seed=self.seed,
             epoch=number,
-            augment=self.augment,
+            augment=Augment(crop=self.recipe.crop, flip=self.recipe.flip),
             drop_last=self.drop_last,
-            rank=rank,
-            world=world,
-            device=device,
+            rank=self.rank,
+            world=self.world,
+            device=self.device,
         )
-        total = torch.zeros((), device=device)
-        self.loss.reset(device)
-        first = (number - 1) * self.steps
-        for index, (images, labels) in enumerate(stream, start=1):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._rate(first + index - 1)
-            with self.processes.autocast():
-                loss = self.model(images, labels).float()
-            self.optimizer.zero_grad()
-            self.scaler.scale(loss).backward()
-            if self.recipe.clip is not None:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.stage.parameters(), self.recipe.clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            total += loss.detach()
-            if index % CHECK_EVERY == 0 or index == self.steps:
-                self._refuse_nan(self.processes.sum(total).item(), number)
-        if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
-            self._refuse_nan(math.nan, number)
-        right, seen = self.processes.sum(torch.stack([self.loss.right, self.loss.seen])).tolist()
-        mean_loss = self.processes.sum(total).item() / (self.steps * world * self.stage.heads)
-        return mean_loss, right / seen if seen else None
-
-    def _rate(self, step: int) -> float:
-        return learning_rate(self.recipe, step, self.steps * self.epochs, self.steps)
-
-    def _refuse_nan(self, loss: float, number: int) -> None:
-        if not math.isfinite(loss):
-            rate = self.optimizer.param_groups[0]["lr"]
-            raise PluresError(
-                f"the loss became NaN or infinite in stage '{self.stage.name}', epoch {number}, at the learning rate "
-                f"{rate:g}; the state before this epoch is kept: train in a new run folder with a lower "
-                "learning rate, a longer warm-up or gradient clipping (clip)"
-            )
-
-
-def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool) -> bool:
-    """Lay a stage out in memory as it trains fastest, and return whether its own engine trains it.
-
-    Torch's convolutions are faster in channels_last; the engine of a stage has a layout of its own. `mixed`: whether it
-    trains in mixed precision.
-    """
-    plain = device.type == "cpu" and not mixed
-    if plain and stage.engine is not None and stage.engine.takes(stage.network, batch_size):
-        return True
-    stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return False
-
-
-class CountingLoss(nn.Module):
-    """A loss that also counts correct labels, which costs no forward pass."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.loss = loss
-        self.reset(torch.device("cpu"))
-
-    @property
-    def __wrapped__(self) -> Loss:
-        """The loss that it watches, under the name that functools uses."""
-        return self.loss
-
-    def reset(self, device: torch.device) -> None:
-        """Count from zero."""
-        self.right = torch.zeros((), device=device)
-        self.seen = torch.zeros((), device=device)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss."""
-        if logits.dim() == 2 and targets.dim() == 1:  # anything else is not a classification
-            self.right += (logits.detach().argmax(1) == targets).sum()
-            self.seen += len(targets)
-        return self.loss(logits, targets)
 
 
 def smoothed(loss: Loss, smoothing: float) -> Loss:
@@ -207,8 +126,8 @@ START = 1 / 25
 END = START / 1e4
 
 
-def learning_rate(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of one optimizer step, counted from 0, of a stage of `steps` steps.
+def rate_factor(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -> float:
+    """Return the share of the highest learning rate in one step, counted from 0, of a stage of `steps` steps.
 
     The warm-up multiplies the schedule, which counts from the first step: milestones stay where they are.
     """
@@ -216,7 +135,7 @@ def learning_rate(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -
     warmup = recipe.warmup * steps_per_epoch
     if step < warmup:
         factor *= min(1.0, (step + 1) / warmup)
-    return recipe.learning_rate * factor
+    return factor
 
 
 def _factor(recipe: Recipe, progress: float) -> float:

@@ -24,7 +24,7 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
 from plures.lab.training.distributed import Processes
 from plures.lab.training.fit import fit, own_random_numbers
-from plures.lab.training.loop import StageLoop
+from plures.lab.training.loop import RecipeLoop
 from plures.methods.deterministic import Deterministic
 from plures.prediction import Predictor
 from plures.storage import save
@@ -103,7 +103,7 @@ def _plain_speed(network: nn.Module, data: Data, recipe: Recipe) -> float:
     single, longer = Deterministic(network), replace(recipe, epochs=Epochs(train=3))
     processes = Processes(recipe.precision)
     with own_random_numbers(processes.device):
-        loop = StageLoop(single.to(processes.device), single.plan()[0], data, longer, processes)
+        loop = RecipeLoop(single.to(processes.device), single.plan()[0], data, longer, processes)
         return max(float(loop.epoch(number)["images_per_second"]) for number in (1, 2))
 
 

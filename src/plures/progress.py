@@ -1,27 +1,24 @@
-"""Progress of training: a line for each stage, and a live bar on a terminal."""
+"""Progress of training: one line that is written again and again on a terminal, and plain lines elsewhere."""
 
 import logging
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
-from rich.text import Text
-
 from plures.errors import visible
 from plures.stage import Step
 
 PAUSE = 1.0  # the least seconds between plain lines: short epochs would flood a log file
-REFRESH = 2.0  # redraws a second: they take time from the training
+CLEAR = "\r\x1b[K"  # to the start of the line, and erase it
 
 
-class Display(AbstractContextManager["Display"]):
+class Progress(AbstractContextManager["Progress"]):
     """Show what each stage has reached, and the time that is left.
 
-        with Display(ensemble.plan(), epochs, quiet=False) as display:
+        with Progress(ensemble.plan(), epochs, quiet=False) as display:
             display.epoch(record)
 
     `epochs` has the number of epochs of each step of the plan. Messages of the logger "plures" are shown as well.
@@ -34,11 +31,7 @@ class Display(AbstractContextManager["Display"]):
         self._seconds = 0.0  # of the epochs seen so far, from which the time left is estimated
         self._seen = 0
         self._last_line = -PAUSE
-        console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._live = console.is_terminal and bool(self._left)
-        columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False, table_column=Column()))
-        self._bar = Progress(*columns, console=console, refresh_per_second=REFRESH, disable=quiet or not self._live)
-        self._task = self._bar.add_task("starting", total=sum(epochs.values()))
+        self._live = sys.stderr.isatty()
         self._messages = logging.Handler(logging.INFO)
         self._messages.emit = lambda record: self.say(record.getMessage())  # type: ignore[method-assign]
 
@@ -48,17 +41,15 @@ class Display(AbstractContextManager["Display"]):
         if not self._quiet:
             self._logger.setLevel(min(self._logger.getEffectiveLevel(), logging.INFO))
             self._logger.addHandler(self._messages)
-        self._bar.start()
         return self
 
     def __exit__(self, *reason: object) -> None:
-        self._bar.stop()
         self._logger.removeHandler(self._messages)
         self._logger.setLevel(self._level)
 
     def say(self, text: str) -> None:
         """Show one message."""
-        self._bar.console.print(Text(visible(text)), soft_wrap=True)
+        self._write(f"{visible(text)}\n")
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Show the record of an epoch."""
@@ -73,11 +64,16 @@ class Display(AbstractContextManager["Display"]):
         parts.append(f"{record['images_per_second']:,.0f} images/s")
         parts.append(f"{duration(left * self._seconds / self._seen)} left")
         line = "  ".join(parts)
-        self._bar.update(self._task, completed=sum(self.epochs.values()) - left, description=line)
-        due = not self._live and time.monotonic() - self._last_line >= PAUSE
-        if due or record["epoch"] == record["epochs"]:
+        ended = record["epoch"] == record["epochs"]
+        if ended or (not self._live and time.monotonic() - self._last_line >= PAUSE):
             self._last_line = time.monotonic()
             self.say(line)
+        elif self._live:
+            self._write(line[: shutil.get_terminal_size().columns - 1])
+
+    def _write(self, text: str) -> None:
+        if not self._quiet:
+            print(CLEAR * self._live + text, end="", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,110 @@
+"""The state of an open stage, as bytes: a safetensors file behind its checksum, no pickle and no random generators."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plures.errors import PluresError
+from plures.files import digest
+
+CHECKSUM = 64  # bytes before the safetensors file
+
+
+class Position(NamedTuple):
+    """Where training was: how many stages are committed, and how many epochs of the next one are done."""
+
+    committed: int
+    epoch: int
+    loss_scale: dict[str, float]  # of fp16; else empty
+
+
+def pack(
+    stage: nn.Module, optimizer: Optimizer, position: Position, others: Mapping[str, Tensor] | None = None
+) -> bytes:
+    """Return a stage, its optimizer, the position and other tensors as bytes."""
+    tensors = _tensors(stage) | {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in stage.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    tensors |= {f"other.{name}": tensor for name, tensor in (others or {}).items()}
+    # Cloned: safetensors takes neither other memory formats nor tensors that share memory.
+    stored = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+    contents = safetensors.torch.save(stored, metadata={"position": json.dumps(position._asdict())})
+    return digest(contents, length=CHECKSUM).encode() + contents
+
+
+def position_of(contents: bytes) -> Position:
+    """Read the position alone."""
+    contents = _checked(contents)
+    try:
+        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
+        stored = json.loads(header["__metadata__"]["position"])  # 0.1 stored more
+        found = Position(*(stored[name] for name in Position._fields))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
+    counts = (found.committed, found.epoch)
+    scale = found.loss_scale.values() if isinstance(found.loss_scale, dict) else [None]
+    plain = all(type(one) is int and one >= 0 for one in counts) and all(isinstance(one, int | float) for one in scale)
+    if not plain:
+        raise damaged(f"its position is {tuple(found)!r}")
+    return found
+
+
+@torch.no_grad()
+def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
+    """Restore the stage and the optimizer that `pack` was given."""
+    stored = _read(contents)
+    for name, tensor in _tensors(stage).items():
+        if name not in stored and name.startswith("stage.record."):
+            continue  # version 0.1 kept no record of the training
+        if name not in stored or stored[name].shape != tensor.shape:
+            raise damaged("it does not fit the stage")
+        tensor.copy_(stored.pop(name))
+    parameters = dict(stage.named_parameters())
+    for name, tensor in stored.items():
+        if name.startswith("other."):
+            continue
+        place, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter = parameters.get(place)
+        if parameter is None or tensor.shape != (() if key == "step" else parameter.shape):
+            raise damaged("it does not fit the stage")
+        # In the memory format of the parameter: in another, sums would round differently.
+        optimizer.state[parameter][key] = tensor if key == "step" else torch.empty_like(parameter).copy_(tensor)
+
+
+def others_of(contents: bytes) -> dict[str, Tensor]:
+    """Read the other tensors that `pack` was given."""
+    return {name.removeprefix("other."): one for name, one in _read(contents).items() if name.startswith("other.")}
+
+
+def _read(contents: bytes) -> dict[str, Tensor]:
+    try:
+        stored: dict[str, Tensor] = safetensors.torch.load(_checked(contents))
+    except SafetensorError as error:
+        raise damaged(error) from error
+    return stored
+
+
+def _checked(contents: bytes) -> bytes:
+    """Take the checksum off; without the right one, the file is one of version 0.1, or no safetensors file."""
+    rest = contents[CHECKSUM:]
+    return rest if contents[:CHECKSUM] == digest(rest, length=CHECKSUM).encode() else contents
+
+
+def _tensors(stage: nn.Module) -> dict[str, Tensor]:
+    return {f"stage.{name}": tensor for name, tensor in (*stage.named_parameters(), *stage.named_buffers())}
+
+
+def damaged(reason: Any) -> PluresError:
+    """Return the error for a damaged state."""
+    return PluresError(
+        f"the stored state of training is damaged ({reason}): "
+        "delete it, and the open stage is trained again from its start"
+    )

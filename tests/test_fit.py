@@ -1,0 +1,152 @@
+"""Three lines from a network to a calibrated prediction, for every method: `ensemble.fit` trains all stages."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import plures
+from plures.methods import METHODS
+
+
+def digits(rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels[rows] / 16, dtype=torch.float32), torch.tensor(labels[rows])
+
+
+def loader(rows: slice, batch: int = 64) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*digits(rows)), batch, shuffle=True)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"MCDropout": {"passes": 3}, "Deterministic": {}}
+KINDS = [*((name, OPTIONS.get(name, {"members": 2})) for name in METHODS)]
+KINDS.append(("OrthogonalDropout", {"members": 2, "schedule": "together"}))
+
+
+@pytest.mark.parametrize(("method", "options"), KINDS)
+def test_three_lines_for_every_method(method: str, options: dict[str, Any]) -> None:
+    ensemble = getattr(plures, method)(network(), **options)
+    assert "not trained: call fit" in repr(ensemble)
+    ensemble.fit(loader(slice(1000)), epochs=13, validation=loader(slice(1000, 1300)), progress=False)
+    inputs, labels = digits(slice(1300, None))
+    assert (ensemble.predict(inputs).label == labels).float().mean() > 0.7
+    assert ensemble.calibration is not None
+
+
+def made() -> plures.Ensemble:
+    torch.manual_seed(0)
+    return plures.OrthogonalDropout(network(), 2)
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The process ends."""
+
+
+@pytest.mark.parametrize("after", [1, 4, 10])
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path, after: int) -> None:
+    epochs = {"pretrain": 3, "prune": 2, "finetune": 3}
+    whole = made().fit(loader(slice(256)), epochs, progress=False)
+    file, seen = tmp_path / "training.safetensors", []
+
+    def stop(record: dict[str, Any]) -> None:
+        seen.append(record)
+        if len(seen) == after:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        made().fit(loader(slice(256)), epochs, checkpoint=file, callbacks=[stop], progress=False)
+    again = made()
+    torch.manual_seed(5)  # another process has drawn other numbers since
+    resumed = again.fit(loader(slice(256)), epochs, checkpoint=file, progress=False)
+    for name, tensor in whole.state_dict().items():
+        assert tensor.equal(resumed.state_dict()[name]), name
+    calls: list[Any] = []
+    resumed.fit(loader(slice(256)), epochs, checkpoint=file, callbacks=[calls.append], progress=False)
+    assert not calls
+
+
+def test_batches_may_be_dicts_with_labels() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, pixels: Tensor, scale: Tensor) -> Tensor:
+            logits: Tensor = self.inner(pixels * scale[:, None])
+            return logits
+
+    inputs, labels = digits(slice(256))
+    batches = [
+        {"pixels": x, "scale": torch.ones(len(x)), "labels": y}
+        for x, y in zip(inputs.split(32), labels.split(32), strict=True)
+    ]
+    records: list[dict[str, Any]] = []
+    plures.DeepEnsemble(Named(), 2).fit(batches, 30, callbacks=[records.append], progress=False)
+    assert records[29]["loss"] < records[0]["loss"] / 2
+    assert [record["stage"] for record in records[::30]] == ["member 0 train", "member 1 train"]
+
+
+def test_the_optimizer_the_rate_and_the_progress_are_the_users_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    rates: list[float] = []
+
+    def optimizer(stage: plures.Stage) -> torch.optim.Optimizer:
+        return torch.optim.SGD(stage.parameters(), lr=0.5)
+
+    plures.Deterministic(network()).fit(
+        loader(slice(256)),
+        4,
+        optimizer=optimizer,
+        schedule="constant",
+        callbacks=[lambda r: rates.append(r["learning_rate"])],
+    )
+    assert rates == [0.5] * 4
+    shown = capsys.readouterr().err
+    assert "epoch 4/4" in shown
+    assert "only 16 steps" in shown
+    plures.Deterministic(network()).fit(loader(slice(256)), 4, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def generated() -> Iterator[tuple[Tensor, Tensor]]:
+    yield digits(slice(32))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loader": generated()}, "gave no batch in epoch 2: pass a list or a DataLoader"),
+        ({"loader": [digits(slice(32))[0]]}, "expected pairs of inputs and targets"),
+        ({"loader": [{"pixels": digits(slice(32))[0]}]}, "none of labels"),
+        ({"epochs": 0}, "epochs=0; use a whole number"),
+        ({"epochs": {"prune": 1}}, "nothing for the phase 'train'"),
+        ({"schedule": "cosin"}, "schedule='cosin'; use one of cosine, constant"),
+        ({"optimizer": lambda stage: torch.optim.SGD(stage.parameters(), lr=1e30)}, "became NaN or infinite"),
+    ],
+)
+def test_bad_input_gets_one_sentence(given: dict[str, Any], words: str) -> None:
+    arguments = {"loader": [digits(slice(32))], "epochs": 3, "progress": False} | given
+    with pytest.raises(plures.PluresError, match=words):
+        plures.Deterministic(network()).fit(**arguments)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "training.safetensors"
+    plures.Deterministic(network()).fit(loader(slice(64)), 1, checkpoint=file, progress=False)
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+    ensemble = plures.Deterministic(network())
+    before = copy.deepcopy(ensemble.state_dict())
+    with pytest.raises(plures.PluresError, match="damaged"):
+        ensemble.fit(loader(slice(64)), 1, checkpoint=file, progress=False)
+    assert all(tensor.equal(before[name]) for name, tensor in ensemble.state_dict().items())
