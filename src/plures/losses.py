@@ -84,6 +84,11 @@ def is_for_classes(loss: Loss) -> bool:
     return loss is F.cross_entropy or isinstance(loss, CLASS_LOSSES)
 
 
+def averages_rows(loss: Loss) -> bool:
+    """Return whether a loss is known to be a mean over all rows, so that those of several members are one call."""
+    return loss is F.cross_entropy or loss is F.mse_loss or isinstance(loss, CrossEntropy | GaussianNLL)
+
+
 def class_axis(loss: Loss) -> int:
     """Return the axis of a network's output that holds the classes."""
     return loss.class_axis if isinstance(loss, CrossEntropy) else 1

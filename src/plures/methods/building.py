@@ -12,7 +12,7 @@ from plures.calling import Arguments, batch_of, call_with, logits_of
 from plures.checks import one_of, unknown
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
-from plures.losses import Loss
+from plures.losses import Loss, averages_rows
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, check_classes
 from plures.tensors import Layer, check_network, layers, moments, places, restart, shell, tensors
@@ -117,9 +117,12 @@ class TogetherStage(Stage):
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(inputs)
         check_classes(self.loss, logits[0], targets)
-        losses = torch.stack([self.loss(member, targets) for member in logits])
         self.heads = 1 if self.reduction == "mean" else len(logits)
-        return losses.mean() if self.reduction == "mean" else losses.sum(), logits[0]
+        if averages_rows(self.loss):  # one call for all: a small network's step is short
+            mean = self.loss(logits.flatten(0, 1), targets.repeat(len(logits), *[1] * (targets.dim() - 1)))
+        else:
+            mean = torch.stack([self.loss(member, targets) for member in logits]).mean()
+        return mean * self.heads, logits[0]
 
 
 class ManyInOne(OneStage):

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.node import map_aggregate
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
-from plures.graph import Graph, has_hooks, is_of_torch, is_plain_convolution
+from plures.graph import CONVOLUTIONS, Graph, has_hooks, is_of_torch, is_plain_convolution
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of
 from plures.methods.orthogonal_dropout.together import Members
 from plures.native.library import load, why_unavailable
@@ -34,15 +36,20 @@ MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wi
 CLOSE = 1e-3  # of the length of an output: how far sums in another order may lie apart
 FAR = 0.02  # of the length of a gradient, in which rounding errors of norm layers over few samples grow
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+GROUPED: dict[type[nn.Module], Callable[..., Tensor]] = dict(
+    zip(CONVOLUTIONS, (F.conv1d, F.conv2d, F.conv3d), strict=True)
+)
 log = logging.getLogger("plures")
 
 
 class TrainingEngine:
     """Run the network of a stage in training, of one member or of all.
 
-    It uses the tensors of the stage, so gradients arrive where they always do, and agree to rounding. It needs a CPU
-    with the native library, float32, batches that fill the vectors, and a network that torch.fx can trace. The first
-    batch is compared with the network itself, gradients included. In all other cases the network itself is called.
+    It uses the tensors of the stage, so gradients arrive where they always do, and agree to rounding. Convolutions run
+    over the kernels that members own, by the native library on batches that fill the vectors; on a GPU, as one grouped
+    convolution. Linear layers of all members are one batched product of masked weights: for up to ten members that is
+    faster than sums over single weights. The network must be one of float32 that torch.fx can trace. The first batch is
+    compared with the network itself, gradients included. In all other cases the network itself is called.
     """
 
     def __init__(self) -> None:
@@ -60,8 +67,10 @@ class TrainingEngine:
         """Return what the network returns for a batch, or None if the network must be called itself."""
         if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
             return None
-        floats = isinstance(inputs, Tensor) and inputs.dim() > 1 and inputs.is_cpu and inputs.dtype == torch.float32
-        if not floats or not network.training or torch._C._are_functorch_transforms_active():
+        floats = isinstance(inputs, Tensor) and inputs.dim() > 1 and inputs.is_floating_point()
+        if not floats or inputs.device.type not in ("cpu", "cuda"):
+            return None
+        if not network.training or torch._C._are_functorch_transforms_active():
             return None
         if not self._running.acquire(blocking=False):  # by another thread
             return None
@@ -81,8 +90,8 @@ class TrainingEngine:
         return prepared.run(inputs) if prepared.is_up_to_date() else None
 
     def takes(self, network: nn.Module, samples: int) -> bool:
-        """Return whether batches of this many samples can be run, in float32 on the CPU, if a comparison agrees."""
-        if self._refused is network or why_unavailable() is not None:
+        """Return whether batches of this many samples can be run, in float32, if a comparison agrees."""
+        if self._refused is network:
             return False
         known = self._prepared
         if known is None or known.stage_network is not network or known.others_own():
@@ -90,7 +99,9 @@ class TrainingEngine:
             self._refused = network if self._prepared is None else None
             if self._prepared is not None and known is not None:
                 self._prepared.compared = known.compared and known.stage_network is network
-        return self._prepared is not None and samples > 0 and samples % load().lanes == 0
+        if self._prepared is None or not samples:
+            return False
+        return not self._prepared.kernels or samples % load().lanes == 0
 
 
 def _prepared(network: nn.Module) -> "_Prepared | None":
@@ -114,7 +125,8 @@ def _is_float32(network: nn.Module) -> bool:
 def _agrees(network: nn.Module, inputs: Tensor) -> bool:
     """Return whether a network gives the same outputs, gradients and statistics by both ways, but for its dropout."""
     results = []
-    with torch.random.fork_rng(devices=[]):
+    cuda = [inputs.device] if inputs.is_cuda else []
+    with torch.random.fork_rng(devices=cuda), torch.autocast(inputs.device.type, enabled=False):
         for fast in (False, True):
             trial = _trial(network)
             try:
@@ -151,7 +163,7 @@ def _trial(network: nn.Module) -> nn.Module:
     with torch.no_grad():
         for one in trial.parameters():
             if one.requires_grad:
-                one.add_(0.01 * torch.randn(one.shape, generator=random))
+                one.add_(0.01 * torch.randn(one.shape, generator=random).to(one))
     return trial
 
 
@@ -271,7 +283,11 @@ class _Prepared(fx.Interpreter):
         self.known = list(subject.network.modules())
         self.attributes = list(_plain_attributes(subject.network))
         self.split: set[fx.Node] = set()  # layers whose weights are split, by whole kernels
-        self.kernels = {node: found for node in traced.layers if (found := self._kernels(node)) is not None}
+        on_cpu = next(iter(stage_network.parameters())).is_cpu
+        with_library = traced.layers if on_cpu and why_unavailable() is None else ()
+        self.kernels = {node: found for node in with_library if (found := self._kernels(node)) is not None}
+        self.on_cpu = on_cpu
+        self.masks = {node: mask for node in traced.layers if (mask := self._mask(node)) is not None}
         self.versions = [mark._version for mark in subject.marks()]
         self.copies = [mark.clone() for mark in subject.marks()]
         self.blocked: dict[fx.Node, str] = {}  # nodes whose values are blocked: images or rows
@@ -288,21 +304,39 @@ class _Prepared(fx.Interpreter):
         """List the kernels of a layer that the native library can run."""
         layer, weight = self.traced.layers[node], f"{node.target}.weight"
         base = type(layer).__mro__[1] if parametrize.is_parametrized(layer) else type(layer)
-        fits = base is nn.Linear or (base is nn.Conv2d and is_plain_convolution(layer))
+        fits = base is nn.Conv2d and is_plain_convolution(layer)
         if not fits or len(node.args) != 1 or node.kwargs or "forward" in vars(layer):
             return None
         mine = self.subject.kernels(weight)
         if mine is not None:
             self.split.add(node)
             return kernels_of(mine)
-        if self.subject.members == 1 or base is nn.Linear:
+        if self.subject.members == 1:
             return None
         stack = self.subject.rows(weight)
         return kernels_of(torch.ones(stack.shape[:3], dtype=torch.bool), private=True)
 
+    def _mask(self, node: fx.Node) -> Tensor | None:
+        """Return what each member has of a split weight, [members, *weight], if a layer can run as one product."""
+        batched = self.traced.is_layer(node, nn.Linear) or (not self.on_cpu and self._is_grouped(node))
+        if self.subject.members == 1 or not batched or len(node.args) != 1 or node.kwargs:
+            return None
+        mine = self.subject.kernels(f"{node.target}.weight")
+        if mine is None:
+            return None
+        weight = self.subject.split(f"{node.target}.weight")
+        return mine.view(*mine.shape, *[1] * (weight.dim() - 2)).to(weight.dtype)
+
+    def _is_grouped(self, node: fx.Node) -> bool:
+        """Return whether a layer is a convolution that can be one of several in one call."""
+        layer = self.traced.layers[node]
+        return self.traced.is_layer(node, *GROUPED) and layer.padding_mode == "zeros"
+
     def pays(self) -> bool:
         """Return whether much is left out, and few layers need their inputs in another layout."""
         split = self.split
+        if not self.kernels:
+            return bool(self.masks) and 2 * len(self.masks) >= len(self.copies)
         converted = sum(node.args[0] not in self.blocked for node in self.kernels)
         kept = sum(self.kernels[node].forward.places.numel() for node in split)
         every = sum(self.kernels[node].outputs * self.kernels[node].inputs for node in split) * self.subject.members
@@ -393,17 +427,18 @@ class _Prepared(fx.Interpreter):
         """Run a node on plain samples: once, side by side for all members, or for each member with its tensors."""
         if self.subject.members == 1 or node not in self.apart:
             return self._call(node, args, kwargs, _Blocked.plain)
+        if node in self.own and len(args) == 1 and not kwargs:
+            if self.traced.is_layer(node, nn.Linear):
+                return self._linear(node, args[0])
+            if not self.on_cpu and self._is_grouped(node):
+                return self._grouped(node, args[0])
         args, kwargs = map_aggregate((args, kwargs), self._side_by_side)
         if node not in self.own:
             return self._call(node, args, kwargs, _Blocked.plain)
         layer, members = self.traced.layers[node], self.subject.members
         path = str(node.target)
-        if type(layer) is nn.Linear and not kwargs and len(args) == 1:
-            x = args[0].view(members, -1, layer.in_features)
-            weight = self.subject.rows(f"{path}.weight").transpose(1, 2)
-            product = torch.bmm(x, weight)
-            product = product if layer.bias is None else product + self.subject.rows(f"{path}.bias")[:, None]
-            return product.view(*args[0].shape[:-1], layer.out_features)
+        if isinstance(layer, _BatchNorm) and is_of_torch(layer) and _can_norm(layer):
+            return self._batch_norm(node, args[0])
 
         def alone(member: int) -> Any:
             rows = slice(member * self.batch, (member + 1) * self.batch)
@@ -415,6 +450,52 @@ class _Prepared(fx.Interpreter):
             return functional_call(layer, self.subject.within(path, member), *own, tie_weights=False)
 
         return _joined([alone(member) for member in range(members)])
+
+    def _weight(self, node: fx.Node) -> Tensor:
+        """Return the weight of each member, zero where it owns nothing, [members, ...]."""
+        name, mask = f"{node.target}.weight", self.masks.get(node)
+        return self.subject.rows(name) if mask is None else self.subject.split(name) * mask
+
+    def _linear(self, node: fx.Node, given: Any) -> Tensor:
+        """Run a linear layer of all members as one batched product."""
+        x: Tensor = given.plain() if isinstance(given, _Blocked) else given
+        members, layer, weight = self.subject.members, self.traced.layers[node], self._weight(node).transpose(1, 2)
+        if node.args[0] in self.apart:
+            lead, rows = x.shape[:-1], x.reshape(members, -1, x.shape[-1])
+        else:  # the same for all
+            lead = torch.Size([members * len(x), *x.shape[1:-1]])
+            rows = x.reshape(1, -1, x.shape[-1]).expand(members, -1, -1)
+        if layer.bias is None:
+            product = torch.bmm(rows, weight)
+        else:
+            product = torch.baddbmm(self.subject.rows(f"{node.target}.bias")[:, None], rows, weight)
+        return product.view(*lead, weight.shape[2])
+
+    def _grouped(self, node: fx.Node, given: Any) -> Tensor:
+        """Run a convolution of all members as one of as many groups."""
+        layer: Any = self.traced.layers[node]
+        shared = node.args[0] not in self.apart and layer.groups == 1
+        x = given if shared else self._in_channels(self._side_by_side(given))
+        bias = None if layer.bias is None else self.subject.rows(f"{node.target}.bias").flatten()
+        groups = 1 if shared else layer.groups * self.subject.members
+        settings = (layer.stride, layer.padding, layer.dilation, groups)
+        return self._in_batch(GROUPED[type(layer)](x, self._weight(node).flatten(0, 1), bias, *settings))
+
+    def _batch_norm(self, node: fx.Node, x: Tensor) -> Tensor:
+        """Normalise the samples of each member by their own statistics, and update the running ones."""
+        layer: Any = self.traced.layers[node]
+        names = ("running_mean", "running_var", "weight", "bias")
+        mean, variance, weight, bias = (self.subject.rows(f"{node.target}.{name}").flatten() for name in names)
+        self.subject.rows(f"{node.target}.num_batches_tracked").add_(1)
+        result = F.batch_norm(self._in_channels(x), mean, variance, weight, bias, True, layer.momentum, layer.eps)
+        return self._in_batch(result)
+
+    def _in_channels(self, x: Tensor) -> Tensor:
+        """Lay members side by side in the channels instead of in the batch."""
+        return torch.unflatten(x, 0, (self.subject.members, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _in_batch(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, 1, (self.subject.members, -1)).transpose(0, 1).flatten(0, 1)
 
     def _side_by_side(self, value: Any) -> Any:
         """Return a value of all members as samples one after the other; what all members share is repeated."""
@@ -476,7 +557,7 @@ class _Prepared(fx.Interpreter):
 
 def _can_norm(layer: nn.Module) -> bool:
     """Return whether a layer is a batch norm with all that it usually has."""
-    usual = isinstance(layer, NORMS) and layer.affine and layer.track_running_stats and layer.momentum is not None
+    usual = isinstance(layer, _BatchNorm) and layer.affine and layer.track_running_stats and layer.momentum is not None
     return usual and layer.bias is not None
 
 
