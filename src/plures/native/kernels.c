@@ -27,31 +27,42 @@ typedef int32_t eight_mask __attribute__((vector_size(32), aligned(4), may_alias
 
 /* What a run of tiles, side by side, reads is copied to one place, zeros around the map: neighbours in a tile become
    neighbours in memory, and channels do not fall on the same lines of the cache. A kernel of one tap reads only what it
-   needs. */
+   needs. Small inputs are read where they are: there, tiles end with the map. */
 typedef struct {
+    int high, wide, blocks;            /* of a tile: rows and columns of outputs, blocks of images */
     int tiles;                         /* side by side */
     int rows, columns, step_y, step_x; /* of the copy, per channel; step: from one output to the next */
     int skip_y, skip_x;                /* in the map, from one row or column of the copy to the next */
-    int64_t channel_size;              /* in floats */
+    int direct;                        /* nothing is copied */
+    int64_t line, channel_size, block_size; /* in floats, from one to the next */
 } Window;
 
 #ifndef WINDOW_BYTES
 #define WINDOW_BYTES (288 * 1024) /* stays in the second cache */
 #endif
+#define DIRECT_BYTES (512 * 1024) /* of a block of images: so does this */
 
 static Window window_of(const Convolution *c) {
-    Window w;
+    const int small = c->output_height <= 2 && c->output_width <= 2 && c->images > 1; /* a tile is several maps */
+    Window w = {.high = small ? 2 : ROWS, .wide = small ? 2 : COLUMNS, .blocks = small ? TILE / 4 : 1};
     w.skip_y = c->kernel_height == 1 ? c->stride_y : 1;
     w.skip_x = c->kernel_width == 1 ? c->stride_x : 1;
     w.step_y = c->stride_y / w.skip_y;
     w.step_x = c->stride_x / w.skip_x;
-    w.rows = w.step_y * (ROWS - 1) + c->kernel_height;
-    w.tiles = up(c->output_width, COLUMNS) + 1;
+    w.rows = w.step_y * (w.high - 1) + c->kernel_height;
+    const int64_t map = (int64_t)c->height * c->width * LANES;
+    const int usual = c->whole && c->kernel_height == 3 && c->kernel_width == 3 && c->padding_y == 1 && c->padding_x == 1;
+    const int even = c->stride_y == c->stride_x && c->stride_x <= 2 && c->height == c->stride_y * c->output_height && c->width == c->stride_x * c->output_width;
+    w.direct = usual && even && c->output_height % w.high == 0 && c->output_width % w.wide == 0 && c->channels * map * (int64_t)sizeof(float) <= DIRECT_BYTES;
+    w.tiles = up(c->output_width, w.wide) + 1;
     do {
         w.tiles--;
-        w.columns = w.step_x * (w.tiles * COLUMNS - 1) + c->kernel_width;
+        w.columns = w.step_x * (w.tiles * w.wide - 1) + c->kernel_width;
         w.channel_size = (int64_t)w.rows * w.columns * LANES;
-    } while (w.tiles > 1 && w.channel_size * c->channels * (int64_t)sizeof(float) > WINDOW_BYTES);
+    } while (!w.direct && w.tiles > 1 && w.channel_size * c->channels * (int64_t)sizeof(float) > WINDOW_BYTES);
+    w.line = (int64_t)(w.direct ? c->width : w.columns) * LANES;
+    w.channel_size = w.direct ? map : w.channel_size;
+    w.block_size = c->channels * w.channel_size;
     return w;
 }
 
@@ -87,24 +98,36 @@ static void pack_images(const Convolution *c, const Window *w, const float *map,
 /* Which outermost rows and columns of what a tile reads lie outside the map: zeros need no multiplication. */
 enum { TOP = 1, LEFT = 2, BOTTOM = 4, RIGHT = 8 };
 
+typedef struct {
+    const Convolution *layer;
+    Window window;
+    const float *packed;    /* where the tile begins in the window */
+    float *partial;         /* sums of the groups so far */
+    const int32_t *offsets; /* of taps in the window */
+    int64_t output;         /* where the tile begins in the output, in floats */
+    int member, below, beside, behind, first, last; /* below, beside, behind: rows, columns and blocks that there are */
+} Tile;
+
 /* Whole kernels of a size that is known here: an input that is loaded once serves the taps of a row. */
-ALWAYS void whole_images(vector sums[ROWS][COLUMNS], const float *packed, const uint16_t *places, const float *values,
-                          int count, int64_t channel_size, int64_t line, const int height, const int width, const int step, const int edges) {
-    const int last_row = step * (ROWS - 1) + height - 1, last_column = step * (COLUMNS - 1) + width - 1;
+ALWAYS void whole_images(vector sums[TILE], const float *packed, const int64_t blocks[TILE / 4], const uint16_t *places, const float *values, int count,
+                         int64_t channel_size, int64_t line, const int small, const int height, const int width, const int step, const int edges) {
+    const int high = small ? 2 : ROWS, wide = small ? 2 : COLUMNS;
+    const int last_row = step * (high - 1) + height - 1, last_column = step * (wide - 1) + width - 1;
     for (int k = 0; k < count; k++, values += height * width) {
-        const float *p = packed + places[k] * channel_size;
+        const float *channel = packed + places[k] * channel_size;
         UNROLL for (int ky = 0; ky < height; ky++) {
             vector weight[3];
             UNROLL for (int kx = 0; kx < width; kx++) weight[kx] = splat(values[ky * width + kx]);
-            UNROLL for (int to_row = 0; to_row < ROWS; to_row++) {
-                const int row = to_row * step + ky;
+            UNROLL for (int line_of = 0; line_of < TILE / wide; line_of++) {
+                const int to_row = line_of % high, row = to_row * step + ky;
+                const float *p = small ? channel + blocks[line_of / high] : channel;
                 if ((edges & TOP && row == 0) || (edges & BOTTOM && row == last_row)) continue;
                 UNROLL for (int column = 0; column <= last_column; column++) {
                     if ((edges & LEFT && column == 0) || (edges & RIGHT && column == last_column)) continue;
                     const vector input = load(p + row * line + column * LANES);
                     UNROLL for (int kx = 0; kx < width; kx++) {
                         const int to = column - kx;
-                        if (to >= 0 && to % step == 0 && to / step < COLUMNS) ADD_PRODUCT(sums[to_row][to / step], input, weight[kx]);
+                        if (to >= 0 && to % step == 0 && to / step < wide) ADD_PRODUCT(sums[line_of * wide + to / step], input, weight[kx]);
                     }
                 }
             }
@@ -113,34 +136,29 @@ ALWAYS void whole_images(vector sums[ROWS][COLUMNS], const float *packed, const 
 }
 
 /* One weight on the whole tile. */
-ALWAYS void tap_images(vector sums[ROWS][COLUMNS], const float *p, float value, int64_t down, const int64_t right) {
+ALWAYS void tap_images(vector sums[TILE], const float *start, const int64_t blocks[TILE / 4], float value, int64_t down, const int64_t right, const int small) {
+    const int high = small ? 2 : ROWS, wide = small ? 2 : COLUMNS;
     const vector weight = splat(value);
-    UNROLL for (int row = 0; row < ROWS; row++, p += down) {
+    const float *p = start;
+    UNROLL for (int line = 0; line < TILE / wide; line++, p += down) {
+        if (small && line % high == 0) p = start + blocks[line / high];
         KEEP_POINTER(p);
-        UNROLL for (int column = 0; column < COLUMNS; column++)
-            ADD_PRODUCT_FROM(sums[row][column], weight, p + column * right);
+        UNROLL for (int column = 0; column < wide; column++) ADD_PRODUCT_FROM(sums[line * wide + column], weight, p + column * right);
     }
 }
 
-typedef struct {
-    const Convolution *layer;
-    Window window;
-    const float *packed;    /* where the tile begins in the window */
-    float *partial;         /* sums of the groups so far */
-    const int32_t *offsets; /* of taps in the window */
-    int64_t output;         /* where the tile begins in the output, in floats */
-    int member, below, beside, first, last;
-} Tile;
-
 enum { KNOWN, WHOLE, SINGLE }; /* known: the size of whole kernels */
 
-ALWAYS void tile_outputs(const Tile *t, const int kind, const int height, const int width, const int step, const int edges) {
+ALWAYS void tile_outputs(const Tile *t, const int small, const int kind, const int height, const int width, const int step, const int edges) {
     const Convolution *c = t->layer;
+    const int high = small ? 2 : ROWS, wide = small ? 2 : COLUMNS;
     const int taps = c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
-    const int64_t size = t->window.channel_size, next = c->output_row_stride, beside = c->output_pixel_stride;
-    const int64_t line = (int64_t)t->window.columns * LANES, down = t->window.step_y * line;
+    const int64_t size = t->window.channel_size, line = t->window.line, down = t->window.step_y * line;
     const int64_t right = step ? step * LANES : (int64_t)t->window.step_x * LANES;
+    const int64_t next = c->output_row_stride, beside = c->output_pixel_stride, behind = c->outputs * c->output_channel_stride;
     const int32_t *offsets = t->offsets;
+    int64_t blocks[TILE / 4]; /* beyond the last one, it is read again */
+    UNROLL for (int i = 0; i < TILE / 4; i++) blocks[i] = least(i, t->behind - 1) * t->window.block_size;
     for (int group = 0; group < groups; group++) {
         const float *channels = t->packed + group * c->group * size;
         const int32_t *starts = c->starts + t->member * ((int64_t)groups * c->outputs + 1) + group * c->outputs;
@@ -149,44 +167,47 @@ ALWAYS void tile_outputs(const Tile *t, const int kind, const int height, const 
             const uint16_t *places = c->places + start;
             const float *values = c->values + (int64_t)start * (kind == SINGLE ? 1 : taps);
             float *kept = t->partial + (int64_t)output * TILE * LANES;
-            vector sums[ROWS][COLUMNS];
+            vector sums[TILE];
             if (group == 0) {
                 const vector bias = splat(c->bias[(int64_t)t->member * c->outputs + output]);
-                UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = bias;
+                UNROLL for (int i = 0; i < TILE; i++) sums[i] = bias;
             } else {
-                UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = load(kept + i * LANES);
+                UNROLL for (int i = 0; i < TILE; i++) sums[i] = load(kept + i * LANES);
             }
             if (kind == KNOWN)
-                whole_images(sums, channels, places, values, count, size, line, height, width, step, edges);
+                whole_images(sums, channels, blocks, places, values, count, size, line, small, height, width, step, edges);
             else if (kind == WHOLE)
                 for (int k = 0; k < count; k++)
                     for (int tap = 0; tap < taps; tap++)
-                        tap_images(sums, channels + places[k] * size + offsets[tap], *values++, down, right);
+                        tap_images(sums, channels + places[k] * size + offsets[tap], blocks, *values++, down, right, small);
             else
-                for (int k = 0; k < count; k++) tap_images(sums, channels + offsets[places[k]], values[k], down, right);
+                for (int k = 0; k < count; k++) tap_images(sums, channels + offsets[places[k]], blocks, values[k], down, right, small);
             if (group < groups - 1) {
-                UNROLL for (int i = 0; i < TILE; i++) store(kept + i * LANES, sums[i / COLUMNS][i % COLUMNS]);
+                UNROLL for (int i = 0; i < TILE; i++) store(kept + i * LANES, sums[i]);
                 continue;
             }
             const int64_t at = t->output + output * c->output_channel_stride;
+#define EACH_OUTPUT(condition, ...) \
+    UNROLL for (int i = 0; i < TILE; i++) { \
+        const int row = i / wide % high, column = i % wide, block = i / (high * wide); \
+        const int64_t place = at + block * behind + row * next + column * beside; \
+        if (condition) __VA_ARGS__; \
+    }
+            const int full = t->below == high && t->beside == wide && (!small || t->behind == TILE / 4);
             if (c->residual) /* what lies outside the map is added in vain */
-                UNROLL for (int i = 0; i < TILE; i++)
-                    if (i / COLUMNS < t->below && i % COLUMNS < t->beside)
-                        sums[i / COLUMNS][i % COLUMNS] += load(c->residual + at + i / COLUMNS * next + i % COLUMNS * beside);
-            if (c->relu) UNROLL for (int i = 0; i < TILE; i++) sums[i / COLUMNS][i % COLUMNS] = positive(sums[i / COLUMNS][i % COLUMNS]);
-            float *to = c->output + at;
-            if (t->below == ROWS && t->beside == COLUMNS)
-                UNROLL for (int i = 0; i < TILE; i++) store(to + i / COLUMNS * next + i % COLUMNS * beside, sums[i / COLUMNS][i % COLUMNS]);
+                EACH_OUTPUT(row < t->below && column < t->beside && block < t->behind, sums[i] += load(c->residual + place))
+            if (c->relu) UNROLL for (int i = 0; i < TILE; i++) sums[i] = positive(sums[i]);
+            if (full)
+                EACH_OUTPUT(1, store(c->output + place, sums[i]))
             else
-                UNROLL for (int i = 0; i < TILE; i++)
-                    if (i / COLUMNS < t->below && i % COLUMNS < t->beside)
-                        store(to + i / COLUMNS * next + i % COLUMNS * beside, sums[i / COLUMNS][i % COLUMNS]);
+                EACH_OUTPUT(row < t->below && column < t->beside && block < t->behind, store(c->output + place, sums[i]))
+#undef EACH_OUTPUT
         }
     }
 }
 
 typedef void Outputs(const Tile *);
-#define WHOLE3_OF(step, edges) static void whole3_##step##_##edges(const Tile *t) { tile_outputs(t, KNOWN, 3, 3, step, edges); }
+#define WHOLE3_OF(step, edges) static void whole3_##step##_##edges(const Tile *t) { tile_outputs(t, 0, KNOWN, 3, 3, step, edges); }
 #define NAME_OF(step, edges) whole3_##step##_##edges,
 #define FOUR_EDGES(of, step) of(step, 0) of(step, 1) of(step, 2) of(step, 3)
 #define EACH_EDGE(of, step) \
@@ -196,21 +217,32 @@ EACH_EDGE(WHOLE3_OF, 1)
 FOUR_EDGES(WHOLE3_OF, 2) /* a stride of 2 over a map of even size reads nothing beyond its end */
 static Outputs *const WHOLE3_TILES[] = {EACH_EDGE(NAME_OF, 1)};
 static Outputs *const WHOLE3_TILES_STRIDE_2[] = {FOUR_EDGES(NAME_OF, 2)};
+#define OUTPUTS_OF(name, ...) \
+    static void name(const Tile *t) { tile_outputs(t, 0, __VA_ARGS__); } \
+    static void name##_small(const Tile *t) { tile_outputs(t, 1, __VA_ARGS__); }
+static void whole3_small(const Tile *t) { tile_outputs(t, 1, KNOWN, 3, 3, 1, TOP | LEFT | BOTTOM | RIGHT); }
+static void whole3_stride_2_small(const Tile *t) { tile_outputs(t, 1, KNOWN, 3, 3, 2, TOP | LEFT); }
 /* What a stride of 2 leaves of 3x3 kernels on the way back from outputs to inputs. */
-static void whole_1x2(const Tile *t) { tile_outputs(t, KNOWN, 1, 2, 1, 0); }
-static void whole_2x1(const Tile *t) { tile_outputs(t, KNOWN, 2, 1, 1, 0); }
-static void whole_2x2(const Tile *t) { tile_outputs(t, KNOWN, 2, 2, 1, 0); }
-static void whole_outputs(const Tile *t) { tile_outputs(t, WHOLE, 0, 0, 0, 0); }
-static void single_outputs_close(const Tile *t) { tile_outputs(t, SINGLE, 0, 0, 1, 0); }
-static void single_outputs(const Tile *t) { tile_outputs(t, SINGLE, 0, 0, 0, 0); }
+OUTPUTS_OF(whole_1x2, KNOWN, 1, 2, 1, 0)
+OUTPUTS_OF(whole_2x1, KNOWN, 2, 1, 1, 0)
+OUTPUTS_OF(whole_2x2, KNOWN, 2, 2, 1, 0)
+OUTPUTS_OF(whole_outputs, WHOLE, 0, 0, 0, 0)
+OUTPUTS_OF(single_outputs_close, SINGLE, 0, 0, 1, 0)
+OUTPUTS_OF(single_outputs, SINGLE, 0, 0, 0, 0)
 
 static Outputs *outputs_of(const Convolution *c, const Window *w, int edges) {
-    const int close = w->step_y == 1 && w->step_x == 1, height = c->kernel_height, width = c->kernel_width;
-    if (!c->whole || height * width == 1) return w->step_x == 1 ? single_outputs_close : single_outputs;
-    if (height == 3 && width == 3 && close) return WHOLE3_TILES[edges];
-    if (height == 3 && width == 3 && w->step_y == 2 && w->step_x == 2) return WHOLE3_TILES_STRIDE_2[edges & (TOP | LEFT)];
-    if (height > 2 || width > 2 || !close) return whole_outputs;
-    return height == 1 ? whole_1x2 : width == 1 ? whole_2x1 : whole_2x2;
+    const int close = w->step_y == 1 && w->step_x == 1, height = c->kernel_height, width = c->kernel_width, small = w->blocks > 1;
+#define SIZE(name) (small ? name##_small : name)
+    if (!c->whole || height * width == 1) return w->step_x == 1 ? SIZE(single_outputs_close) : SIZE(single_outputs);
+    if (height == 3 && width == 3 && close && !small) return WHOLE3_TILES[edges];
+    if (height == 3 && width == 3 && close && edges == (TOP | LEFT | BOTTOM | RIGHT)) return whole3_small;
+    if (height == 3 && width == 3 && w->step_y == 2 && w->step_x == 2) {
+        if (!small) return WHOLE3_TILES_STRIDE_2[edges & (TOP | LEFT)];
+        if ((edges & (TOP | LEFT)) == (TOP | LEFT)) return whole3_stride_2_small;
+    }
+    if (height > 2 || width > 2 || !close) return SIZE(whole_outputs);
+    return height == 1 ? SIZE(whole_1x2) : width == 1 ? SIZE(whole_2x1) : SIZE(whole_2x2);
+#undef SIZE
 }
 
 static int named_places(const Convolution *c) {
@@ -218,31 +250,35 @@ static int named_places(const Convolution *c) {
     return c->whole && taps > 1 ? taps : c->group * taps;
 }
 
-/* Compute a run of tiles of one member and one block of images, for some of the outputs. */
+/* Compute a run of tiles of one member and one or a few blocks of images, for some of the outputs. */
 static void image_tiles(const Convolution *c, int member, int image, int y, int x, int first, int last, float *scratch) {
     Tile t = {.layer = c, .window = window_of(c), .member = member, .first = first, .last = last};
     const Window *w = &t.window;
     const int taps = c->kernel_height * c->kernel_width;
     const int top = y * c->stride_y - c->padding_y, left = x * c->stride_x - c->padding_x;
-    t.partial = scratch + c->channels * w->channel_size;
+    t.behind = least(w->blocks, c->images - image);
+    t.partial = scratch + (w->direct ? 0 : w->blocks * w->block_size);
     int32_t *offsets = (int32_t *)(t.partial + (int64_t)c->outputs * TILE * LANES);
     for (int place = 0; place < named_places(c); place++) {
         const int tap = place % taps, ky = tap / c->kernel_width, kx = tap % c->kernel_width;
-        offsets[place] = place / taps * w->channel_size + (ky * w->columns + kx) * LANES;
+        offsets[place] = place / taps * w->channel_size + ky * w->line + kx * LANES;
     }
     t.offsets = offsets;
     const int64_t map = (int64_t)c->height * c->width * LANES;
     const float *input = c->input + member * c->input_member_stride + image * c->channels * map;
-    pack_images(c, w, input, top, left, scratch);
-    t.below = least(ROWS, c->output_height - y);
+    const float *read = w->direct ? input + ((int64_t)top * c->width + left) * LANES : scratch;
+    if (!w->direct)
+        for (int block = 0; block < t.behind; block++)
+            pack_images(c, w, input + block * c->channels * map, top, left, scratch + block * w->block_size);
+    t.below = least(w->high, c->output_height - y);
     const int rows = (top < 0 ? TOP : 0) | (top + w->rows > c->height ? BOTTOM : 0);
     for (int tile = 0; tile < w->tiles; tile++) {
-        const int at = x + tile * COLUMNS, from = tile * COLUMNS * w->step_x;
+        const int at = x + tile * w->wide, from = tile * w->wide * w->step_x;
         if (at >= c->output_width) break;
-        t.packed = scratch + (int64_t)from * LANES;
-        t.beside = least(COLUMNS, c->output_width - at);
+        t.packed = read + (int64_t)from * LANES;
+        t.beside = least(w->wide, c->output_width - at);
         t.output = ((int64_t)member * c->images + image) * c->outputs * c->output_channel_stride + y * c->output_row_stride + at * c->output_pixel_stride;
-        const int end = left + from + w->step_x * (COLUMNS - 1) + c->kernel_width;
+        const int end = left + from + w->step_x * (w->wide - 1) + c->kernel_width;
         const int edges = rows | (left + from < 0 ? LEFT : 0) | (end > c->width ? RIGHT : 0);
         outputs_of(c, w, edges)(&t);
     }
@@ -424,8 +460,8 @@ static void pixel_tile(const Convolution *c, int member, int image, int y, int x
 /* ---- items of work of a convolution ---- */
 
 typedef struct {
-    int64_t down, across, chunks, outputs; /* tiles, or runs of tiles, of a map; chunks of so many outputs */
-    int rows, columns;                     /* of the map, per item */
+    int64_t down, across, chunks, outputs, images; /* tiles, or runs of tiles, of a map; chunks of so many outputs; images or blocks */
+    int rows, columns, together;                   /* of the map, per item; together: images or blocks */
 } Cut;
 
 /* So fine that all threads have something to do. What is computed does not depend on it. */
@@ -434,13 +470,17 @@ static Cut cut_of(const Convolution *c, int threads) {
     if (c->lanes == 1) {
         cut.rows = patch_rows(c);
         cut.columns = patch_columns(c);
+        cut.together = 1;
     } else {
-        cut.rows = ROWS;
-        cut.columns = window_of(c).tiles * COLUMNS;
+        const Window w = window_of(c);
+        cut.rows = w.high;
+        cut.columns = w.tiles * w.wide;
+        cut.together = w.blocks;
     }
+    cut.images = up(c->images, cut.together);
     cut.down = up(c->output_height, cut.rows);
     cut.across = up(c->output_width, cut.columns);
-    const int64_t items = cut.down * cut.across * c->members * c->images;
+    const int64_t items = cut.down * cut.across * c->members * cut.images;
     const int64_t wanted = threads > 1 ? up(4 * threads, items) : 1;
     cut.outputs = up(c->outputs, least(wanted, up(c->outputs, 16)));
     cut.chunks = up(c->outputs, cut.outputs);
@@ -449,12 +489,12 @@ static Cut cut_of(const Convolution *c, int threads) {
 
 static int64_t convolution_items(const Convolution *c, int threads) {
     const Cut cut = cut_of(c, threads);
-    return cut.down * cut.across * cut.chunks * c->members * c->images;
+    return cut.down * cut.across * cut.chunks * c->members * cut.images;
 }
 
 static int64_t convolution_scratch(const Convolution *c) {
-    const int64_t packed = c->lanes == 1 ? c->channels * patch_of(c).channel_size + LONGEST * LANES
-                                         : c->channels * window_of(c).channel_size;
+    const Window w = window_of(c);
+    const int64_t packed = c->lanes == 1 ? c->channels * patch_of(c).channel_size + LONGEST * LANES : w.direct ? 0 : w.blocks * w.block_size;
     const int64_t sums = (int64_t)c->outputs * LANES * (c->lanes == 1 ? LONGEST : TILE);
     return (packed + sums + named_places(c)) * (int64_t)sizeof(float);
 }
@@ -465,7 +505,7 @@ static void convolution_item(const Convolution *c, int threads, int64_t item, vo
     item /= cut.chunks;
     const int x = item % cut.across * cut.columns, y = item / cut.across % cut.down * cut.rows;
     item /= cut.across * cut.down;
-    const int image = item % c->images, member = item / c->images;
+    const int image = item % cut.images * cut.together, member = item / cut.images;
     (c->lanes == 1 ? pixel_tile : image_tiles)(c, member, image, y, x, first, last, scratch);
 }
 

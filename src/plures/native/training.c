@@ -277,17 +277,22 @@ static void gradient_item(const KernelGradient *c, int64_t item, float *scratch)
 
 /* ---- norm layers ---- */
 
-/* Do something with every vector of a channel at `at`, in four chains `i`; and then something with every block. */
+/* Do something with every vector of a channel at `at`, in four chains `i`; and then something, after so many vectors that a
+   sum of floats does not lose digits. */
+#define EMPTY_AFTER 512
 #define EACH_VECTOR(n, channel, each, then) \
-    for (int64_t block = 0; block < (n)->blocks; block++) { \
+    for (int64_t block = 0, since = 0; block < (n)->blocks; block++) { \
         int64_t at = (block * (n)->channels + (channel)) * (n)->pixels; \
         const int64_t last = at + (n)->pixels; \
         while (at + 4 * LANES <= last) UNROLL for (int i = 0; i < 4; i++, at += LANES) { each; } \
         for (const int i = 0; at < last; at += LANES) { each; } \
+        since += (n)->pixels / LANES; \
+        if (since < EMPTY_AFTER && block < (n)->blocks - 1) continue; \
+        since = 0; \
         then; \
     }
 
-/* Empty four chains of sums into one number: a long sum of floats would lose digits. */
+/* Empty four chains of sums into one number. */
 static double emptied(vector chains[4]) {
     float lanes[LANES];
     store(lanes, (chains[0] + chains[1]) + (chains[2] + chains[3]));
@@ -297,17 +302,23 @@ static double emptied(vector chains[4]) {
     return sum;
 }
 
+#define NORMED ((load(n->input + at) - mean) * factor + shift)
+
 static void norm_forward(const Norm *n, int64_t channel) {
     const double count = (double)n->blocks * n->pixels;
-    vector chains[4] = {{0}, {0}, {0}, {0}};
+    vector chains[4] = {{0}, {0}, {0}, {0}}, others[4] = {{0}, {0}, {0}, {0}};
     double sum = 0, squares = 0;
-    EACH_VECTOR(n, channel, chains[i] += load(n->input + at), sum += emptied(chains))
-    const vector mean = splat(sum / count);
-    EACH_VECTOR(n, channel, const vector off = load(n->input + at) - mean; chains[i] += off * off, squares += emptied(chains))
-    n->mean[channel] = sum / count;
-    n->variance[channel] = squares / count;
-    const vector factor = splat(n->weight[channel] / sqrt(n->variance[channel] + n->epsilon)), shift = splat(n->bias[channel]);
-#define NORMED ((load(n->input + at) - mean) * factor + shift)
+    /* Squares are taken from the mean of the first block, so that one pass suffices and no digits are lost. */
+    const Norm first = {.input = n->input, .blocks = 1, .channels = n->channels, .pixels = n->pixels};
+    EACH_VECTOR(&first, channel, chains[i] += load(n->input + at), sum += emptied(chains))
+    const float middle = sum / n->pixels;
+    sum = 0;
+    EACH_VECTOR(n, channel, const vector off = load(n->input + at) - splat(middle); chains[i] += off; others[i] += off * off,
+                sum += emptied(chains); squares += emptied(others))
+    const vector mean = splat(n->mean[channel] = middle + sum / count);
+    n->variance[channel] = fmax(0, squares / count - sum / count * (sum / count));
+    const double inverse = 1 / sqrt(n->variance[channel] + n->epsilon);
+    const vector factor = splat(n->weight[channel] * inverse), shift = splat(n->bias[channel]);
     if (n->residual && n->relu)
         EACH_VECTOR(n, channel, store(n->output + at, positive(NORMED + load(n->residual + at))), )
     else if (n->residual)
@@ -316,28 +327,27 @@ static void norm_forward(const Norm *n, int64_t channel) {
         EACH_VECTOR(n, channel, store(n->output + at, positive(NORMED)), )
     else
         EACH_VECTOR(n, channel, store(n->output + at, NORMED), )
-#undef NORMED
 }
 
 static void norm_backward(const Norm *n, int64_t channel) {
     const double count = (double)n->blocks * n->pixels, inverse = 1 / sqrt(n->variance[channel] + n->epsilon);
-    const vector mean = splat(n->mean[channel]);
+    const vector mean = splat(n->mean[channel]), factor = splat(n->weight[channel] * inverse), shift = splat(n->bias[channel]);
     vector chains[4] = {{0}, {0}, {0}, {0}}, others[4] = {{0}, {0}, {0}, {0}};
     double sum = 0, product = 0;
-    const float *passed = n->gradient;
-    if (n->relu) {
-        passed = n->to_residual;
-        EACH_VECTOR(n, channel,
-                    const vector through = (vector)((mask)load(n->gradient + at) & (mask)(load(n->output + at) > splat(0)));
-                    store(n->to_residual + at, through); chains[i] += through; others[i] += through * (load(n->input + at) - mean),
-                    sum += emptied(chains); product += emptied(others))
-    } else
-        EACH_VECTOR(n, channel, chains[i] += load(passed + at); others[i] += load(passed + at) * (load(n->input + at) - mean),
-                    sum += emptied(chains); product += emptied(others))
+#define SUM_UP(through, then) \
+    EACH_VECTOR(n, channel, const vector passed = through; then chains[i] += passed; others[i] += passed * (load(n->input + at) - mean), \
+                sum += emptied(chains); product += emptied(others))
+#define POSITIVE(output) ((vector)((mask)load(n->gradient + at) & (mask)((output) > splat(0))))
+    if (n->relu && n->to_residual) SUM_UP(POSITIVE(load(n->output + at)), store(n->to_residual + at, passed);)
+    else if (n->relu) SUM_UP(POSITIVE(NORMED), )
+    else SUM_UP(load(n->gradient + at), )
     n->to_bias[channel] = sum;
     n->to_weight[channel] = product * inverse;
-    const vector factor = splat(n->weight[channel] * inverse), level = splat(sum / count), slope = splat(product * inverse * inverse / count);
-    EACH_VECTOR(n, channel, store(n->to_input + at, (load(passed + at) - level - (load(n->input + at) - mean) * slope) * factor), )
+    const vector level = splat(sum / count), slope = splat(product * inverse * inverse / count);
+#define TO_INPUT(passed) EACH_VECTOR(n, channel, store(n->to_input + at, ((passed) - level - (load(n->input + at) - mean) * slope) * factor), )
+    if (n->relu && n->to_residual) TO_INPUT(load(n->to_residual + at))
+    else if (n->relu) TO_INPUT(POSITIVE(NORMED)) /* read from memory, the outputs would cost more */
+    else TO_INPUT(load(n->gradient + at))
 }
 
 /* One channel of one member. */
@@ -348,6 +358,7 @@ static void norm_item(const Norm *n, int64_t item) {
     own.output = n->output ? n->output + maps : NULL;
     own.residual = n->residual ? n->residual + maps : NULL;
     own.weight += row;
+    own.bias += row;
     own.mean += row;
     own.variance += row;
     if (n->backward) {
@@ -358,7 +369,6 @@ static void norm_item(const Norm *n, int64_t item) {
         own.to_bias += row;
         norm_backward(&own, item % n->channels);
     } else {
-        own.bias += row;
         norm_forward(&own, item % n->channels);
     }
 }

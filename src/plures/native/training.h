@@ -16,8 +16,8 @@ typedef struct {
 } KernelGradient;
 
 /* A batch norm of every member, and the addition of a shortcut and the ReLU that may follow it. Forward, it writes output, mean and
-   variance, both [member][channel]. Backward, it reads them and the gradient of the output, and writes all that is named `to_`;
-   `to_residual`, what the ReLU lets through, is needed if there is a ReLU. */
+   variance, both [member][channel]. Backward, it reads mean, variance and the gradient of the output, and writes all that is named `to_`.
+   If a shortcut was added before a ReLU, it reads the output, too, and writes to `to_residual` what the ReLU lets through. */
 typedef struct {
     const float *input, *residual, *weight, *bias, *gradient; /* residual may be NULL */
     float *output, *mean, *variance, *to_residual, *to_input, *to_weight, *to_bias;

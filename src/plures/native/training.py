@@ -4,9 +4,12 @@ Activations are blocked as in prediction, [members, blocks of images, channels, 
 there are lanes lie side by side and fill the CPU's vectors.
 """
 
+import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -50,6 +53,24 @@ def blocked_rows(x: Tensor, members: int = 1) -> Tensor:
 def unblocked_rows(x: Tensor, lead: Sequence[int]) -> Tensor:
     """Lay rows one after the other again, [members * lead[0], *lead[1:], features]."""
     return x.permute(0, 1, 3, 4, 5, 2).reshape(len(x) * lead[0], *lead[1:], x.shape[2])
+
+
+class Memory:
+    """Memory of activations that one step after the other uses: the system clears fresh memory, page by page."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}  # by length; what was used last comes first, from the cache
+
+    def empty(self, *shape: int) -> Tensor:
+        """Return a tensor of float32 in memory that no other tensor uses any more; its values are arbitrary."""
+        free = self._free.setdefault(math.prod(shape), [])
+        try:
+            whole = free.pop()
+        except IndexError:
+            whole = torch.empty(math.prod(shape)).numpy()
+        used = whole.reshape(shape)  # a new view, which lives as long as the tensor's storage
+        weakref.finalize(used, free.append, whole).atexit = False
+        return torch.from_numpy(used)
 
 
 class Order(NamedTuple):
@@ -98,10 +119,12 @@ def convolution(
     kernels: MemberKernels,
     stride: Sequence[int],
     padding: Sequence[int],
+    memory: Memory | None = None,
 ) -> Tensor:
     """Convolve blocked images, of all members or the same for all, with the kernels that each member has.
 
     `bias` is [members, outputs]. The gradient of a kernel comes from the member that has it; other kernels get zero.
+    Results are written to `memory`.
     """
     members, outputs, inputs = len(kernels.forward.starts), kernels.outputs, kernels.inputs
     x = floats("images", x, *[None] * 5, load().lanes)
@@ -119,7 +142,9 @@ def convolution(
         raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
     _check(kernels, weight.numel() // (size[0] * size[1]))
     shape = Shape(size, tuple(stride), tuple(padding))
-    result: Tensor = _Convolution.apply(x, weight, bias, kernels, shape)  # type: ignore[no-untyped-call]
+    result: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, kernels, shape, memory or Memory()
+    )
     return result
 
 
@@ -161,13 +186,13 @@ class Shape(NamedTuple):
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: MemberKernels, shape: Shape
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: MemberKernels, shape: Shape, memory: Memory
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings = kernels, shape
+        ctx.settings = kernels, shape, memory
         size, stride, padding = shape
         sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
-        y = x.new_empty(len(kernels.forward.starts), x.shape[1], kernels.outputs, *sides, x.shape[5])
+        y = memory.empty(len(kernels.forward.starts), x.shape[1], kernels.outputs, *sides, x.shape[5])
         values = weight.reshape(-1, size[0] * size[1]).index_select(0, kernels.forward.rows)
         _sums(x, values, bias, kernels.forward, y, shape)
         return y
@@ -178,9 +203,10 @@ class _Convolution(torch.autograd.Function):
         gradient = floats("gradient", gradients[0], *gradients[0].shape)
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        to_x = _to_input(gradient, x, weight, *ctx.settings) if needs_x else None
-        to_weight = _to_weight(gradient, x, weight, *ctx.settings) if needs_weight else None
-        return to_x, to_weight, gradient.sum((1, 3, 4, 5)) if needs_bias else None, None, None
+        kernels, shape, memory = ctx.settings
+        to_x = _to_input(gradient, x, weight, kernels, shape, memory) if needs_x else None
+        to_weight = _to_weight(gradient, x, weight, kernels, shape) if needs_weight else None
+        return to_x, to_weight, gradient.sum((1, 3, 4, 5)) if needs_bias else None, None, None, None
 
 
 def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tensor, shape: Shape) -> None:
@@ -196,13 +222,15 @@ def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tenso
     load().run("plures_convolution", load().kernels, layer)
 
 
-def _to_input(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape) -> Tensor:
+def _to_input(
+    gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape, memory: Memory
+) -> Tensor:
     """Convolve the gradient with the flipped kernels, from the outputs to the inputs.
 
     With a stride, pixels see other taps than their neighbours do: those of each remainder are a convolution.
     """
     size, stride, padding = shape
-    to_x = gradient.new_empty(len(gradient), *x.shape[1:])
+    to_x = memory.empty(len(gradient), *x.shape[1:])
     flipped = weight.reshape(-1, *size).index_select(0, kernels.backward.rows).flip(1, 2)
     for row in range(stride[0]):
         for column in range(stride[1]):
@@ -249,6 +277,7 @@ def norm(
     residual: Tensor | None = None,
     *,
     relu: bool = False,
+    memory: Memory | None = None,
 ) -> Tensor:
     """Normalise blocked images of each member by the statistics of its batch, and update the running ones.
 
@@ -263,7 +292,7 @@ def norm(
     if min(x.shape) < 1:
         raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:5])}")
     result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
-        x, residual, *tables[:2], epsilon, relu
+        x, residual, *tables[:2], epsilon, relu, memory or Memory()
     )
     count = x.numel() // (members * channels)
     with torch.no_grad():
@@ -276,28 +305,35 @@ def norm(
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, epsilon: float, relu: bool
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        relu: bool,
+        memory: Memory,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, variance = torch.empty_like(x), torch.empty_like(bias), torch.empty_like(bias)
+        y, mean, variance = memory.empty(*x.shape), torch.empty_like(bias), torch.empty_like(bias)
         given = [x, residual, weight, bias, None, y, mean, variance, None, None, None, None]
         load().run("plures_norm", load().kernels, _norm(given, x, epsilon, relu, backward=False))
-        ctx.save_for_backward(x, weight, mean, variance, *([y] if relu else []))
-        ctx.settings = epsilon, relu, residual is not None
+        ctx.save_for_backward(x, weight, bias, mean, variance, *([y] if relu and residual is not None else []))
+        ctx.settings = epsilon, relu, residual is not None, memory
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x, weight, mean, variance, *rest = ctx.saved_tensors
+        x, weight, bias, mean, variance, *rest = ctx.saved_tensors
         gradient = floats("gradient", gradients[0], *x.shape)
-        epsilon, relu, added = ctx.settings
-        y = rest[0] if relu else None
-        passed = torch.empty_like(x) if relu else gradient
-        to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-        given = [x, None, weight, None, gradient, y, mean, variance, passed, to_x, to_weight, to_bias]
+        epsilon, relu, added, memory = ctx.settings
+        y, passed = (rest[0], memory.empty(*x.shape)) if rest else (None, None)
+        to_x, to_weight, to_bias = memory.empty(*x.shape), torch.empty_like(weight), torch.empty_like(weight)
+        given = [x, None, weight, bias, gradient, y, mean, variance, passed, to_x, to_weight, to_bias]
         load().run("plures_norm", load().kernels, _norm(given, x, epsilon, relu, backward=True))
-        return to_x, passed if added else None, to_weight, to_bias, None, None
+        to_residual = None if not added else gradient if passed is None else passed
+        return to_x, to_residual, to_weight, to_bias, None, None, None
 
 
 def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> Any:

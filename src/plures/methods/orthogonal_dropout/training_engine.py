@@ -23,6 +23,7 @@ from plures.methods.orthogonal_dropout.together import Members
 from plures.native.library import load, why_unavailable
 from plures.native.training import (
     MemberKernels,
+    Memory,
     blocked,
     blocked_rows,
     convolution,
@@ -280,6 +281,7 @@ class _Prepared(fx.Interpreter):
         self.extra_traceback = False  # an error is the layer's own
         self.stage_network, self.subject, self.traced = stage_network, subject, traced
         self.compared = False  # with the network itself, on a batch
+        self.batch, self.memory = 0, Memory()
         self.known = list(subject.network.modules())
         self.attributes = list(_plain_attributes(subject.network))
         self.split: set[fx.Node] = set()  # layers whose weights are split, by whole kernels
@@ -363,7 +365,8 @@ class _Prepared(fx.Interpreter):
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run the network."""
-        self.batch = len(args[0])
+        if self.batch != len(args[0]):
+            self.batch, self.memory = len(args[0]), Memory()
         try:
             return super().run(*args, enable_io_processing=False)
         finally:
@@ -408,18 +411,18 @@ class _Prepared(fx.Interpreter):
         if linear:
             return _Blocked(convolution(values, weight[:, :, None, None], bias, kernels, (1, 1), (0, 0)), lead)
         image = cast(nn.Conv2d, layer)
-        return _Blocked(
-            convolution(values, weight, bias, kernels, image.stride, cast(tuple[int, int], image.padding)), None
-        )
+        padding = cast(tuple[int, int], image.padding)
+        return _Blocked(convolution(values, weight, bias, kernels, image.stride, padding, self.memory), None)
 
     def _norm(self, node: fx.Node) -> Callable[..., Tensor]:
         layer = cast(nn.BatchNorm2d, self.traced.layers[node])
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
         weight, bias, mean, variance, batches = (self.subject.rows(f"{node.target}.{name}") for name in names)
-        momentum = cast(float, layer.momentum)
+        momentum, memory = cast(float, layer.momentum), self.memory
 
         def finish(x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
-            return norm(x, weight, bias, mean, variance, batches, momentum, layer.eps, shortcut, relu=relu)
+            running = mean, variance, batches, momentum
+            return norm(x, weight, bias, *running, layer.eps, shortcut, relu=relu, memory=memory)
 
         return finish
 
