@@ -4,10 +4,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, call, logits_of
+from plures.calling import Arguments
 from plures.checks import check_members, one_of
 from plures.ensemble import Stored
 from plures.losses import Loss
@@ -16,6 +15,7 @@ from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tens
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
 from plures.tensors import moments, own_tensors, restart, tensors
+from plures.trunk import of_networks
 
 Classifier = Literal["private", "fixed"]
 
@@ -77,8 +77,8 @@ class DeepEnsemble(AnyOrder):
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
         ready = self._all_ready()
-        networks = [self.networks[ready[place]] for place in (range(len(ready)) if chosen is None else chosen)]
-        return torch.stack([torch.cat([logits_of(call(one, batch)) for batch in batches]) for one in networks])
+        asked = ready if chosen is None else [ready[place] for place in chosen]
+        return of_networks(self, list(self.networks), asked, batches)
 
     def _stage(self, step: Step) -> Stage:
         network = copy.deepcopy(self.networks[self._number(step.member)])
