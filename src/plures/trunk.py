@@ -28,14 +28,15 @@ class Trunk:
     Members have the tensors at the places `differing` for themselves. A module whose tensors are the same for all,
     without hooks and in eval mode, returns what it returned to an earlier member if it is called with the same tensors,
     or equal ones. The first two samples of the first batch show which modules do. If they change their inputs or keep a
-    state, or if the outputs of members differ from those without a trunk, they run as always.
+    state, or if the outputs of members differ from those without a trunk, they run as always. So does everything if
+    the user has put hooks on it, other than the `hooks` in which members differ.
     """
 
-    def __init__(self, networks: Iterable[nn.Module], differing: Container[str]) -> None:
+    def __init__(self, networks: Iterable[nn.Module], differing: Container[str], hooks: Sequence[Any] = ()) -> None:
         self.networks = tuple(networks)
         self.share = 0.0  # of the parameters, those in modules that run once
         self.known = False  # whether a batch has shown which modules run once
-        self.active = {path for network in self.networks for path in _put_on(self, network, differing)}
+        self.active = {path for network in self.networks for path in _put_on(self, network, differing, hooks)}
         self.cloned: set[str] = set()  # what they return is changed in place by what follows
         self.records: dict[tuple[str, int], Record] | None = None  # while a batch runs
         self.calls: Counter[str] = Counter()  # of each module by the running member
@@ -194,7 +195,7 @@ class Once:
         return [one.clone() if cloned and isinstance(one, Tensor) else one for one in made]
 
 
-def _put_on(trunk: Trunk, network: nn.Module, differing: Container[str]) -> set[str]:
+def _put_on(trunk: Trunk, network: nn.Module, differing: Container[str], hooks: Sequence[Any]) -> set[str]:
     """Let the modules of a network that may run once know their trunk; return their paths."""
     found: set[str] = set()
     worth = False  # a module without tensors takes hardly longer than to compare its inputs
@@ -206,7 +207,11 @@ def _put_on(trunk: Trunk, network: nn.Module, differing: Container[str]) -> set[
         if usual and not any(f"{prefix}{name}" in differing for name, _ in named):
             found.add(path)
             worth = worth or bool(named)
-    if not worth or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    known = [
+        hook for one in network.modules() for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
+    ]
+    users = any(hook not in hooks for hook in known) or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    if not worth or users:  # the user's hooks see every call, and no others
         return set()
     for path in found:
         module = network.get_submodule(path)

@@ -14,7 +14,7 @@ from plures.methods.building import AnyOrder, Init
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared, no_classifier
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
-from plures.tensors import moments, own_tensors, restart, tensors
+from plures.tensors import copied_around, moments, own_tensors, restart, tensors
 from plures.trunk import of_networks
 
 Classifier = Literal["private", "fixed"]
@@ -81,7 +81,7 @@ class DeepEnsemble(AnyOrder):
         return of_networks(self, list(self.networks), asked, batches)
 
     def _stage(self, step: Step) -> Stage:
-        network = copy.deepcopy(self.networks[self._number(step.member)])
+        network = copied_around(self.networks[self._number(step.member)], self._shared)
         for name, tensor in tensors(network).items():
             if name in self._shared:
                 tensor.requires_grad_(False)

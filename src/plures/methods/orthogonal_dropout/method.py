@@ -26,11 +26,18 @@ from plures.methods.orthogonal_dropout.partition import (
     refilled,
     warn_if_thin,
 )
-from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles, roles_for
+from plures.methods.orthogonal_dropout.roles import (
+    Classifier,
+    Role,
+    check_roles,
+    names_of_shared,
+    resolve_roles,
+    roles_for,
+)
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, due
-from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
+from plures.tensors import Moments, copied_around, moments, own_tensors, places, restart, shell, tensors
 from plures.trunk import Run, Trunk, apart, same
 
 Init = Literal["fresh", "given"]
@@ -176,7 +183,7 @@ class OrthogonalDropout(Ensemble):
         return [phase for phase, skip in skipped.items() if not skip]
 
     def _start(self, member: int) -> nn.Module:
-        network = copy.deepcopy(self.network)
+        network = copied_around(self.network, names_of_shared(self.roles))
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
