@@ -122,8 +122,12 @@ class Lender(Generic[Structure]):
 
     def lend(self, owner: nn.Module, make: Callable[[], Structure], run: Callable[[Structure], Result]) -> Result:
         """Run a function on a structure that no other call uses at the same time; make one if all are in use."""
-        # Hooks that the user has put on the modules since, or removed, must hold for the structure, too.
-        now = [(*one._forward_pre_hooks, *one._forward_hooks, one.training) for one in owner.modules()]
+        # Hooks that the user has put on the modules since, or removed, must hold for the structure, too. It may have
+        # the tensors themselves, and know which buffers are equal.
+        modules = list(owner.modules())
+        now: list[tuple[Any, ...]] = [(*one._forward_pre_hooks, *one._forward_hooks, one.training) for one in modules]
+        held = [tensor for one in modules for tensor in (*one._parameters.values(), *one._buffers.values())]
+        now += [(id(tensor), None if tensor is None or tensor.is_inference() else tensor._version) for tensor in held]
         try:
             known, lent = self._idle.pop()
         except IndexError:

@@ -38,6 +38,7 @@ class Predictor(nn.Module):
         self.loss: Loss = F.cross_entropy  # it says what the outputs mean
         self.calibration: Calibration | None = None
         self._lender: Lender[Any] = Lender()
+        self._run_once = 0.0  # the share of the parameters in modules that run once for all members
         self.register_load_state_dict_post_hook(_forget_calibration)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The tensors and layers of any network: their names, which tensors are tied, and fresh random starts."""
 
 import copy
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Container, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,14 @@ def draw(name: str, like: Tensor, known: Moments, seed: int, *key: object) -> Te
 def restart(network: nn.Module, known: Moments, names: Iterable[str], seed: int, *key: object) -> None:
     """Draw the named tensors of a network afresh, in place."""
     current = tensors(network)
+    drawn = {current[name]: name for name in names if name in known}
     with torch.no_grad():
-        for name in names:
-            if name in known:
-                current[name].copy_(draw(name, current[name], known, seed, *key))
+        for tensor, name in drawn.items():
+            tensor.copy_(draw(name, tensor, known, seed, *key))
         for module in network.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.weight not in drawn:
+                continue
+            if module.padding_idx is not None:
                 module.weight[module.padding_idx] = 0.0  # never trained, so it must not be drawn
 
 
@@ -116,6 +118,17 @@ def shell(network: Structure) -> Structure:
     modules = [part for part in (network if isinstance(network, tuple) else (network,)) if isinstance(part, nn.Module)]
     held = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
     return copy.deepcopy(network, {id(tensor): tensor for tensor in held})
+
+
+def copied_around(network: nn.Module, names: Container[str]) -> nn.Module:
+    """Copy a network; the named tensors take no memory of their own until somebody writes to one of the two."""
+    memo: dict[int, Any] = {}
+    for name, tensor in tensors(network).items():
+        if name in names and id(tensor) not in memo:
+            lazy = torch._lazy_clone(tensor.detach())
+            trains = tensor.requires_grad
+            memo[id(tensor)] = nn.Parameter(lazy, trains) if isinstance(tensor, nn.Parameter) else lazy
+    return copy.deepcopy(network, memo)
 
 
 def overwrite(tensor: Tensor, value: Tensor, name: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from plures.methods.mc_dropout import MCDropout
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.tensors import canonical, tensors
+from plures.trunk import Run, Trunk
 
 CLASS_OUTPUTS = ("probabilities", "label", "confidence", "total", "aleatoric", "epistemic", "members")
 NUMBER_OUTPUTS = ("mean", "std", "aleatoric", "epistemic", "members")
@@ -90,29 +92,34 @@ class SplitMembers(nn.Module):
         self.count = len(trained)
         self.loss: Loss = ensemble.loss
         networks = [ensemble.checkout(member) for member in trained]
-        self._first_names = canonical(networks[0])
-        states = [tensors(network) for network in networks]
+        # Buffers that are not part of the state, such as positions, run as well.
+        states = [tensors(network) | dict(network.named_buffers(remove_duplicate=False)) for network in networks]
+        self._first_names = {name: name for name in states[0]} | canonical(networks[0])
         owners = ensemble.owners if isinstance(ensemble, OrthogonalDropout) else {}
         self.owners = bool(owners)
-        self._kept: dict[str, nn.Module] = {}
+        self._kept: dict[str, _Whole | _Split] = {}
         for number, name in enumerate(dict.fromkeys(self._first_names.values())):
             values = [state[name] for state in states]
             shared = all(torch.equal(values[0], other) for other in values[1:])
-            kept = _Split(values, owners[name], trained) if name in owners else _Whole(values[:1] if shared else values)
+            alone = values[:1] if shared else values
+            kept = _Split(values, owners[name], trained) if name in owners else _Whole(alone)
             self._kept[name] = kept
             self.add_module(f"kept_{number}", kept)
         # Only the code of the network is run: its own tensors would go into the file as well.
-        self._network = (networks[0].to("meta"),)
+        own = {name for name, first in self._first_names.items() if not self._kept[first].common}
+        self._trunk = Trunk([networks[0].to("meta")], own)  # what comes before the first of them is in the file once
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes, ...]."""
-        (network,) = self._network
         parts = {name: kept() for name, kept in self._kept.items()}
-        logits = []
-        for index in range(self.count):
+
+        def ready(index: int) -> Run:
             named = {name: parts[first](index) for name, first in self._first_names.items()}
-            logits.append(logits_of(functional_call(network, named, args, kwargs, tie_weights=False, strict=True)))
-        return classes_second(torch.stack(logits), self.loss)
+            call = partial(functional_call, self._trunk.networks[0], named, tie_weights=False, strict=True)
+            return lambda given: logits_of(call(given.args, given.kwargs))
+
+        run = self._trunk.outputs([Arguments(args, kwargs)], [partial(ready, index) for index in range(self.count)])
+        return classes_second(run, self.loss)
 
 
 class _Whole(nn.Module):
@@ -122,10 +129,10 @@ class _Whole(nn.Module):
         super().__init__()
         for index, value in enumerate(values):
             self.register_buffer(f"value_{index}", value.detach().clone())
-        self.count = len(values)
+        self.common = len(values) == 1  # to all members
 
     def forward(self) -> Part:
-        return lambda index: getattr(self, f"value_{index if self.count > 1 else 0}")
+        return lambda index: getattr(self, f"value_{0 if self.common else index}")
 
 
 class _Split(nn.Module):
@@ -136,6 +143,7 @@ class _Split(nn.Module):
 
     weight: Tensor
     packed: Tensor
+    common = False
 
     def __init__(self, parts: list[Tensor], owners: Tensor, trained: list[int]) -> None:
         super().__init__()

@@ -4,10 +4,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, call, logits_of
+from plures.calling import Arguments
 from plures.checks import check_members, one_of
 from plures.ensemble import Stored
 from plures.losses import Loss
@@ -15,7 +14,8 @@ from plures.methods.building import AnyOrder, Init
 from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared, no_classifier
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
-from plures.tensors import moments, own_tensors, restart, tensors
+from plures.tensors import copied_around, moments, own_tensors, restart, tensors
+from plures.trunk import of_networks
 
 Classifier = Literal["private", "fixed"]
 
@@ -77,11 +77,11 @@ class DeepEnsemble(AnyOrder):
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
         ready = self._all_ready()
-        networks = [self.networks[ready[place]] for place in (range(len(ready)) if chosen is None else chosen)]
-        return torch.stack([torch.cat([logits_of(call(one, batch)) for batch in batches]) for one in networks])
+        asked = ready if chosen is None else [ready[place] for place in chosen]
+        return of_networks(self, list(self.networks), asked, batches)
 
     def _stage(self, step: Step) -> Stage:
-        network = copy.deepcopy(self.networks[self._number(step.member)])
+        network = copied_around(self.networks[self._number(step.member)], self._shared)
         for name, tensor in tensors(network).items():
             if name in self._shared:
                 tensor.requires_grad_(False)

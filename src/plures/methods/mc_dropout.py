@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from plures.methods.building import Init, OneStage, started
 from plures.seeding import seed_of
 from plures.stage import Stage, Step
 from plures.tensors import layers, shell
+from plures.trunk import Run, Trunk
 
 Granularity = Literal["element", "channel"]
 USUAL_RATE = 0.1
@@ -71,28 +73,44 @@ class MCDropout(OneStage):
         self._all_ready()
         if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
-        return torch.stack(self._passes([Arguments(args, kwargs)] * self.passes, "passes"))
+        logits: Tensor = self._run_passes([Arguments(args, kwargs)], self.passes, "passes")
+        return logits
 
     def _ask(self, index: int, batches: list[Any]) -> Tensor:
         """Return what one pass gives for several batches, joined; its dropout follows from the pass, not the batch."""
         self._all_ready()
-        return torch.cat(self._passes(batches, "pass", index))
+        logits: Tensor = self._run_passes(batches, 1, "pass", index)[0]
+        return logits
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own
-    def _passes(self, batches: list[Any], *key: object) -> list[Tensor]:
-        """Run batches with dropout that follows from the seed and a key."""
+    def _run_passes(self, batches: list[Any], passes: int, *key: object) -> Tensor:
+        """Run batches several times, with dropout that follows from the seed and a key; return [passes, ...]."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
-        random = None if device.type == "meta" else torch.Generator(device).manual_seed(seed_of(self.seed, *key))
+        random = None if device.type == "meta" else torch.Generator(device)
 
-        def run(structure: tuple[nn.Module, list[_Hook]]) -> list[Tensor]:
-            network, hooks = structure
+        def run(structure: tuple[nn.Module, list[_Hook], Trunk]) -> Tensor:
+            network, hooks, trunk = structure
             for hook in hooks:
                 hook.random = random
-            return [logits_of(call_with(network, values, self._places, batch)) for batch in batches]
+
+            def ready(number: int) -> Run:
+                if random is not None and not number:  # passes may run again, to be compared
+                    random.manual_seed(seed_of(self.seed, *key))
+                return lambda batch: logits_of(call_with(network, values, self._places, batch))
+
+            return trunk.outputs(batches, [partial(ready, number) for number in range(passes)])
+
+        def make() -> tuple[nn.Module, list[_Hook], Trunk]:
+            network, hooks = shell((self.network, self._hooks))
+            return (
+                network,
+                hooks,
+                Trunk([network], (), hooks),
+            )  # sites have hooks: what comes before the first runs once
 
         # A structure of its own for each call: its hooks draw from the generator of the call.
-        return self._lender.lend(self, lambda: shell((self.network, self._hooks)), run)
+        return self._lender.lend(self, make, run)
 
     def _stage(self, step: Step) -> Stage:
         network, hooks = copy.deepcopy((self.network, self._hooks))  # together: the hooks that this copy has

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, call_with, copied, logits_of
+from plures.calling import Arguments, call_with, logits_of
 from plures.checks import number, one_of
 from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
@@ -26,11 +26,19 @@ from plures.methods.orthogonal_dropout.partition import (
     refilled,
     warn_if_thin,
 )
-from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles, roles_for
+from plures.methods.orthogonal_dropout.roles import (
+    Classifier,
+    Role,
+    check_roles,
+    names_of_shared,
+    resolve_roles,
+    roles_for,
+)
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, due
-from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
+from plures.tensors import Moments, copied_around, moments, own_tensors, places, restart, shell, tensors
+from plures.trunk import Run, Trunk, apart, same
 
 Init = Literal["fresh", "given"]
 Schedule = Literal["sequential", "together"]
@@ -184,7 +192,7 @@ class OrthogonalDropout(Ensemble):
         return [phase for phase, skip in skipped.items() if not skip]
 
     def _start(self, member: int) -> nn.Module:
-        network = copy.deepcopy(self.network)
+        network = copied_around(self.network, names_of_shared(self.roles))
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
@@ -272,14 +280,26 @@ class OrthogonalDropout(Ensemble):
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
         """Return the logits of several batches, joined; each member is masked once for all of them."""
 
-        def run(network: nn.Module) -> Tensor:
-            return torch.stack([self._run(network, member, batches) for member in asked])
-
         ready = self._all_ready()
         asked = ready if chosen is None else [ready[place] for place in chosen]
         if torch.compiler.is_compiling():
-            return run(self.network)
-        return self._lender.lend(self, lambda: shell(self.network), run)
+            return apart(batches, [partial(self._ready_to_run, self.network, member) for member in asked])
+
+        def run(trunk: Trunk) -> Tensor:
+            return trunk.outputs(batches, [partial(self._ready_to_run, trunk.networks[0], member) for member in asked])
+
+        return self._lender.lend(self, lambda: Trunk([shell(self.network)], self._differing()), run)
+
+    def _ready_to_run(self, network: nn.Module, member: int) -> Run:
+        values = self._split.member(member)
+        return lambda batch: logits_of(call_with(network, values, self._places, batch))
+
+    def _differing(self) -> set[str]:
+        """Return the places of tensors that members have for themselves; private ones may be equal."""
+        own = {name for name, role in self.roles.items() if role is not Role.SHARED}
+        stacks = {name: self._private.stack(name) for name in own}
+        own -= {name for name, one in stacks.items() if one is not None and all(same(one[0], row) for row in one)}
+        return {place for place, first in self._places.items() if first in own}
 
     def engine(self, kind: str | None = None, *, memory: int | None = None, fold: bool = True) -> Engine:
         """Return an engine, which predicts faster than the ensemble.
@@ -299,10 +319,6 @@ class OrthogonalDropout(Ensemble):
         engine = made(self._split, kind, memory, fold)
         engine.loss, engine.calibration = self.loss, self.calibration
         return engine
-
-    def _run(self, network: nn.Module, member: int, batches: list[Any]) -> Tensor:
-        values = self._split.member(member)
-        return torch.cat([logits_of(call_with(network, values, self._places, copied(batch))) for batch in batches])
 
     # What a file holds
 

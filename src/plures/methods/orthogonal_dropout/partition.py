@@ -236,6 +236,12 @@ class SplitNetwork:
         """Make a plain network of one member, in eval mode, with tensors of its own."""
         return refilled(self.network, self.member(member)).eval()
 
+    def checkouts(self) -> list[nn.Module]:
+        """Make a plain network of each trained member, for prediction; what is shared is one tensor in all of them."""
+        shared = {id(one): one for name, one in own_tensors(self.network).items() if self.roles[name] is Role.SHARED}
+        made = [refilled(self.network, self.member(member), shared) for member in self.trained]
+        return [network.eval().requires_grad_(False) for network in made]
+
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
         """Write what a member owns, and nothing else: the others stay bit-identical by construction."""
         with torch.no_grad():
@@ -246,12 +252,13 @@ class SplitNetwork:
         self.private.write(member, values)
 
 
-def refilled(network: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Copy a network with other values in its tensors, by their first names."""
-    result = copy.deepcopy(network)
+def refilled(network: nn.Module, values: Mapping[str, Tensor], kept: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """Copy a network with other values in its tensors, by their first names; `kept` are its own, by their id."""
+    result = copy.deepcopy(network, dict(kept or {}))
     with torch.no_grad():
         for name, tensor in own_tensors(result).items():
-            overwrite(tensor, values[name], name)
+            if kept is None or id(tensor) not in kept:
+                overwrite(tensor, values[name], name)
     return result
 
 

@@ -15,6 +15,7 @@ from plures.methods.building import likely_inputs
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution, Parts
 from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
+from plures.methods.orthogonal_dropout.engines.rewriting import same_for_all
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.native.library import why_unavailable
@@ -70,11 +71,14 @@ def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
     if why_impossible(split, graph) is not None:
         return False
     shapes, parts = _shapes(graph), Parts(split, {})
-    costs = [_costs(node, graph, parts, shapes) for node in graph.nodes]
+    once = same_for_all(graph, parts)
+    costs = [_costs(node, graph, parts, shapes, once) for node in graph.nodes]
     return sum(owned for owned, _ in costs) < sum(apart for _, apart in costs)
 
 
-def _costs(node: fx.Node, graph: Graph, parts: Parts, shapes: dict[fx.Node, torch.Size]) -> tuple[float, float]:
+def _costs(
+    node: fx.Node, graph: Graph, parts: Parts, shapes: dict[fx.Node, torch.Size], once: set[fx.Node]
+) -> tuple[float, float]:
     """Return what a node costs in the owned engine, and as one network for each member, in multiplications."""
     members, owned, apart = len(parts.members), 0.0, 0.0
     shape = shapes.get(node, torch.Size([1]))
@@ -85,6 +89,9 @@ def _costs(node: fx.Node, graph: Graph, parts: Parts, shapes: dict[fx.Node, torc
         if tensor is None:
             continue
         products = float(tensor.numel() * max(spatial, 1))
+        if node in once:
+            owned, apart = owned + products + moved, apart + products + moved
+            continue
         apart += members * (products + moved)
         owners = parts.owners.get(parts.first(weight))
         single = owners is not None and owners.numel() == tensor.numel()

@@ -77,8 +77,8 @@ class Engine(Predictor, ABC):
 
     @property
     def about(self) -> str:
-        """What predicts, in a word or two."""
-        return self.kind
+        """What predicts, and how much of it runs once for all members: known after the first batch."""
+        return f"{self.kind}, {self._run_once:.0%} of the parameters run once" if self._run_once else self.kind
 
     @property
     def trained(self) -> list[int]:

@@ -43,6 +43,7 @@ class Rewriter:
         self.members = len(parts.members)
         self.graph = fx.Graph()
         self.holder = nn.Module()
+        self.once = same_for_all(traced, parts)
         self.values: dict[fx.Node, Value] = {}
         self.batch: fx.Node | None = None
         self.one_by_one: list[str] = []  # the layers that run member by member
@@ -55,12 +56,22 @@ class Rewriter:
             node.replace_all_uses_with(cast(fx.Node, node.args[0]))
             self.traced.graph.erase_node(node)
         for node in self.traced.graph.nodes:
-            if node not in self.values:
+            if node in self.once and node.op != "placeholder":
+                self._run_once(node)
+            elif node not in self.values:
                 getattr(self, f"_{node.op}")(node)
         self.graph.lint()
         return fx.GraphModule(self.holder, self.graph)
 
     # ---- what nodes become ----
+
+    def _run_once(self, node: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: self.values[given].node)
+        if node.op == "call_module":
+            made = self._call(f"once {node.target}", lambda: self.traced.layers[node], *args, **kwargs)
+        else:
+            made = self.graph.create_node(node.op, node.target, args, kwargs)
+        self.values[node] = Value(SHARED, made)
 
     def _placeholder(self, node: fx.Node) -> None:
         made = self.graph.create_node("placeholder", node.target, node.args)
@@ -230,6 +241,22 @@ class Rewriter:
         if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.role(f"{name}.weight") is Role.SPLIT:
             return OwnedLinear(parts, f"{name}.weight", f"{name}.bias", layer.out_features)
         return None
+
+
+def same_for_all(traced: Graph, parts: Parts) -> set[fx.Node]:
+    """Return the nodes that compute the same for all members: their tensors are shared, and so is what they are given.
+
+    The first is a layer with tensors: others could change the batch of the caller in place.
+    """
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        inside = parts.inside(f"{node.target}.") if node in traced.layers else []
+        shared = all(parts.role(name) is Role.SHARED for name in inside)
+        fits = bool(inside) or not any(one.op == "placeholder" for one in node.all_input_nodes)
+        once = shared and fits and (node in traced.layers or traced.is_elementwise(node))
+        if node.op == "placeholder" or (once and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 class EachMember(OfMembers):

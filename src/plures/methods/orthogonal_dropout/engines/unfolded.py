@@ -5,13 +5,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plures.calling import call, copied, logits_of
 from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison
 from plures.methods.orthogonal_dropout.engines.layers import Parts
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import own_tensors
+from plures.trunk import of_networks
 
 
 class Unfolded(Engine):
@@ -28,7 +28,7 @@ class Unfolded(Engine):
         super().__init__()
         self.members = split.trained
         pairs = foldable(split, graph)
-        networks = [split.checkout(member).requires_grad_(False) for member in self.members]
+        networks = split.checkouts()
         parts = Parts(split, pairs)
         for index, network in enumerate(networks):
             for name, norm in pairs.items():
@@ -43,11 +43,10 @@ class Unfolded(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined: members outside, batches inside."""
-        networks = [self.networks[index] for index in indices]
-        return torch.stack([torch.cat([logits_of(call(one, copied(batch))) for batch in batches]) for one in networks])
+        return of_networks(self, list(self.networks), indices, batches)
 
     def _run_members_apart(self, split: SplitNetwork) -> None:
-        self.networks = nn.ModuleList(split.checkout(member).requires_grad_(False) for member in self.members)
+        self.networks = nn.ModuleList(split.checkouts())
 
 
 def foldable(split: SplitNetwork, graph: Graph | None) -> dict[str, str]:
