@@ -183,6 +183,10 @@ class Ensemble(Predictor, ABC):
         """Return the tensors for a file, with weights (not statistics) in the given dtype."""
         return {name: as_stored(tensor, dtype) for name, tensor in own_tensors(self).items()}
 
+    def _base(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the tensors of the network that the ensemble belongs to, if a file can leave them out."""
+        return {}
+
     @classmethod
     def _restore(cls, network: nn.Module, stored: Stored) -> Self:
         """Build an ensemble from the results of `options`, `_state` and `tensors`."""

@@ -22,7 +22,8 @@ from plures.version import __version__
 
 FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
-ABSENT = {"OrthogonalDropout": {"schedule": "sequential"}}  # options that 0.1 did not store, as its runs had them
+# Options that 0.1 did not store, as its runs had them.
+ABSENT = {"OrthogonalDropout": {"schedule": "sequential", "background": "zero", "share": None}}
 DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is information
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.calling import Arguments, call_with, copied, logits_of
 from plures.checks import one_of
@@ -26,13 +27,21 @@ from plures.methods.orthogonal_dropout.partition import (
     refilled,
     warn_if_thin,
 )
-from plures.methods.orthogonal_dropout.roles import Classifier, Role, check_roles, resolve_roles, roles_for
+from plures.methods.orthogonal_dropout.roles import (
+    Classifier,
+    Role,
+    check_pretrained,
+    check_roles,
+    resolve_roles,
+    roles_for,
+)
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, due
 from plures.tensors import Moments, moments, own_tensors, places, restart, shell, tensors
 
 Init = Literal["fresh", "given"]
+Background = Literal["zero", "given"]
 Schedule = Literal["sequential", "together"]
 Kind = Literal["owned", "unfolded"]
 log = logging.getLogger("plures")
@@ -56,7 +65,11 @@ class OrthogonalDropout(Ensemble):
     - `granularity`: the unit that has one owner: a convolution "kernel", a single "weight", or a "block" of eight
       outputs of one input in linear layers and 1x1 convolutions.
     - `init`: "fresh" draws new weights for each member, at the scale of the given network; "given" starts from the
-      given weights, and the first member then needs no pre-training.
+      given weights, and the first member then needs no pre-training. The members divide the given weights among them
+      and see zeros elsewhere, which loses most of what a pre-trained network knows: use `plures.adapt`.
+    - `background`: what a member sees where it owns nothing. With "given", it sees the given network, of which it
+      changes the weights that it owns: `plures.adapt`. It starts from the given weights; owners are random.
+    - `share`: the share of each split tensor that a member owns, before a given background; by default 1/members.
     - `roles`: the role of each tensor, from `plures.roles`.
     - `loss`: a function of logits and targets; by default, cross-entropy.
     """
@@ -72,13 +85,26 @@ class OrthogonalDropout(Ensemble):
         optimize_masks: bool | None = None,
         classifier: Classifier | None = None,
         granularity: Granularity = "kernel",
-        init: Init = "fresh",
+        init: Init | None = None,
+        background: Background = "zero",
+        share: float | None = None,
         roles: Mapping[str, str] | None = None,
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(network, loss)
-        one_of("init", init, get_args(Init))
+        one_of("background", background, get_args(Background))
+        one_of("init", init, (None, *get_args(Init)))
+        changes = background == "given"
+        if changes and (optimize_masks or init == "fresh"):
+            wrong = "optimize_masks=True" if optimize_masks else "init='fresh'"
+            raise PluresError(
+                f"members that change a given network start from it and own weights at random: no {wrong}"
+            )
+        if share is not None and not changes:
+            raise PluresError(f"share={share} would leave weights that no member uses: it needs background='given'")
+        if changes:
+            check_pretrained(network)
         seed = check_seed(seed)
         self.members = members
         one_of("schedule", schedule, get_args(Schedule))
@@ -86,11 +112,13 @@ class OrthogonalDropout(Ensemble):
         if optimize_masks and schedule == "together":
             raise PluresError("members trained together have random masks: use schedule='sequential' to optimize them")
         # Plain values, because a file holds them as JSON.
-        self.optimize_masks = schedule == "sequential" if optimize_masks is None else bool(optimize_masks)
+        learned = schedule == "sequential" and not changes
+        self.optimize_masks = learned if optimize_masks is None else bool(optimize_masks)
         self.granularity = granularity
-        self.init = init
+        self.init: Init = init or ("given" if changes else "fresh")
+        self.background, self.share = background, share
         self.seed = seed
-        roles = roles_for(network, members) if roles is None and schedule == "together" else roles
+        roles = roles_for(network, members) if roles is None and schedule == "together" and not changes else roles
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
 
         own = own_tensors(network)
@@ -100,6 +128,8 @@ class OrthogonalDropout(Ensemble):
         self._private = Private(private, members)
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
         self.network = _copied(network)
+        self._background: Private | None = None
+        self._keep_given()
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
         self._progress = phases.Progress(members)
         self._moments: Moments = moments(network)
@@ -111,8 +141,15 @@ class OrthogonalDropout(Ensemble):
         self._partition.to(next(iter(own.values())).device)
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
-        if init == "given":
+        if self.init == "given" and not changes:
             warn_if_thin(self._partition)
+
+    def _keep_given(self) -> None:
+        """Keep the split tensors as they were given, if members see them where they own nothing."""
+        if self.background == "given":
+            self._partition.set_share(self.share)
+            own = own_tensors(self.network)
+            self._background = Private({name: own[name].detach() for name in self.owners}, 1)
 
     # Training: Algorithm 1, or all members together
 
@@ -143,20 +180,25 @@ class OrthogonalDropout(Ensemble):
         for name, tensor in known.items():
             if not phases.trains(step.phase, self.roles[name]):
                 tensor.requires_grad_(False)
-        masks = {name: phases.mask(step.phase, known[name], self._partition, name, member) for name in self.owners}
-        put_on(network, masks, self._places)
         before = phases.statistics(network, known)
+        mask = phases.change if self.background == "given" else partial(phases.mask, step.phase)
+        put_on(network, {name: mask(known[name], self._partition, name, member) for name in self.owners}, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
-        stage.engine = TrainingEngine()
-        return stage
+        return self._prepared(stage, network)
+
+    def _prepared(self, stage: Stage, network: nn.Module) -> Stage:
+        """Give a stage its engine, if it has one, and keep the norms of its network that members share as they are."""
+        stage.engine = None if self.background == "given" else TrainingEngine()
+        norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _BatchNorm)]
+        stage.still = [norm for name, norm in norms if self.roles.get(name.lstrip(".")) is Role.SHARED]
+        return stage.train()
 
     def _open_together(self, step: Step) -> Stage:
-        network = together.starts(self._split, [self._start(member) for member in range(self.members)])
+        each = [self._start(member) for member in range(self.members if self.init == "fresh" else 1)]
+        network = together.starts(self._split, each if len(each) > 1 else each * self.members)
         before = [phases.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
         commit = partial(self._commit_together, ticket=self._ticket, before=before)
-        stage = together.MembersStage(network, step, self.loss, commit)
-        stage.engine = TrainingEngine()
-        return stage
+        return self._prepared(together.MembersStage(network, step, self.loss, commit), network.network)
 
     def _commit_together(self, stage: Stage, ticket: object, before: Sequence[Mapping[str, Tensor]]) -> None:
         if ticket is not self._ticket:
@@ -179,6 +221,10 @@ class OrthogonalDropout(Ensemble):
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
+        own = own_tensors(network)
+        with torch.no_grad():
+            for name, value in self._split.given().items():
+                own[name].copy_(value)
         return network
 
     def _commit(self, stage: Stage, ticket: object, before: Mapping[str, Tensor]) -> None:
@@ -213,14 +259,15 @@ class OrthogonalDropout(Ensemble):
             raise PluresError(f"member {busy} is in training: finish or discard it before member {member}")
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to change it")
-        if network is not None and self.init == "fresh":
-            raise PluresError("with init='fresh' a member needs no network to start from: leave it out")
+        if network is not None and (self.init == "fresh" or self.background == "given"):
+            kept = "init='fresh'" if self.init == "fresh" else "background='given'"
+            raise PluresError(f"with {kept} a member needs no network to start from: leave it out")
         if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.given.shapes:
             raise PluresError("the ensemble was made from another network: its tensors differ from those given")
         attempts = self._progress.attempts
         if self.init == "given":
-            source = copy.deepcopy(self.network if network is None else network)
-            if network is None:
+            source = self._start(member) if network is None else copy.deepcopy(network)
+            if network is None and self.background == "zero":
                 restart(source, self._moments, self.owners, self.seed, "discard", member, attempts[member])
             self._split.write(member, tensors(source))
         if self.optimize_masks:
@@ -247,7 +294,7 @@ class OrthogonalDropout(Ensemble):
     @property
     def _split(self) -> SplitNetwork:
         """The split network: its weights, their owners, and the members that can predict."""
-        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained)
+        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained, self._background)
 
     def checkout(self, member: int) -> nn.Module:
         """Return one trained member as a plain network of your own class, in eval mode.
@@ -303,13 +350,17 @@ class OrthogonalDropout(Ensemble):
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
-        return {**self._progress.as_json(), "moments": self._moments}
+        base = {} if self._background is None else {"base": file.base_of(self._split)}
+        return {**self._progress.as_json(), "moments": self._moments, **base}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return the tensors that a file holds: owners packed, weights by member."""
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to save it again")
         return file.to_tensors(self._split, self._draft, dtype)
+
+    def _base(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        return {} if self._background is None else file.base_tensors(self._split, dtype)
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
@@ -321,10 +372,12 @@ class OrthogonalDropout(Ensemble):
         cls._check_before_building(network, stored)
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         one_of("init", stored.options["init"], get_args(Init))
+        one_of("background", stored.options.get("background", "zero"), get_args(Background))
         now, later = file.options_to_build(stored.options)
         ensemble = cls(network, **now)
         for name, value in later.items():
             setattr(ensemble, name, value)
+        ensemble._keep_given()
         ensemble._fill(stored)
         return ensemble
 
