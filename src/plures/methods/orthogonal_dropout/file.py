@@ -287,9 +287,9 @@ def _read_places(split: SplitNetwork, stored: Stored, name: str) -> Tensor:
             raise PluresError(f"tensor {place!r} has dtype {steps.dtype}; expected uint8")
         entries = steps < 255
         places = np.cumsum(steps + entries.astype(np.int64))[entries] - 1
-        if places.size and places[-1] >= owners.size:
-            raise PluresError(f"tensor {place!r} names entries beyond the {owners.size} of {name!r}")
-        owners[places] = member  # of two members that name one entry, the first has too few: `assign` refuses
+        if places.size and (places[-1] >= owners.size or (owners[places] != FREE).any()):
+            raise PluresError(f"tensor {place!r} names entries that {name!r} does not have, or another member owns")
+        owners[places] = member
     return torch.from_numpy(owners).reshape(like.shape)
 
 

@@ -116,7 +116,7 @@ class OrthogonalDropout(Ensemble):
         self.optimize_masks = learned if optimize_masks is None else bool(optimize_masks)
         self.granularity = granularity
         self.init: Init = init or ("given" if changes else "fresh")
-        self.background, self.share = background, share
+        self._background, self._share = background, share
         self.seed = seed
         roles = roles_for(network, members) if roles is None and schedule == "together" and not changes else roles
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
@@ -128,7 +128,7 @@ class OrthogonalDropout(Ensemble):
         self._private = Private(private, members)
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
         self.network = _copied(network)
-        self._background: Private | None = None
+        self._given: Private | None = None
         self._keep_given()
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
         self._progress = phases.Progress(members)
@@ -146,10 +146,10 @@ class OrthogonalDropout(Ensemble):
 
     def _keep_given(self) -> None:
         """Keep the split tensors as they were given, if members see them where they own nothing."""
-        if self.background == "given":
-            self._partition.set_share(self.share)
+        if self._background == "given":
+            self._partition.set_share(self._share)
             own = own_tensors(self.network)
-            self._background = Private({name: own[name].detach() for name in self.owners}, 1)
+            self._given = Private({name: own[name].detach() for name in self.owners}, 1)
 
     # Training: Algorithm 1, or all members together
 
@@ -181,14 +181,14 @@ class OrthogonalDropout(Ensemble):
             if not phases.trains(step.phase, self.roles[name]):
                 tensor.requires_grad_(False)
         before = phases.statistics(network, known)
-        mask = phases.change if self.background == "given" else partial(phases.mask, step.phase)
+        mask = phases.change if self._background == "given" else partial(phases.mask, step.phase)
         put_on(network, {name: mask(known[name], self._partition, name, member) for name in self.owners}, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
         return self._prepared(stage, network)
 
     def _prepared(self, stage: Stage, network: nn.Module) -> Stage:
         """Give a stage its engine, if it has one, and keep the norms of its network that members share as they are."""
-        stage.engine = None if self.background == "given" else TrainingEngine()
+        stage.engine = None if self._background == "given" else TrainingEngine()
         norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _BatchNorm)]
         stage.still = [norm for name, norm in norms if self.roles.get(name.lstrip(".")) is Role.SHARED]
         return stage.train()
@@ -259,7 +259,7 @@ class OrthogonalDropout(Ensemble):
             raise PluresError(f"member {busy} is in training: finish or discard it before member {member}")
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to change it")
-        if network is not None and (self.init == "fresh" or self.background == "given"):
+        if network is not None and (self.init == "fresh" or self._background == "given"):
             kept = "init='fresh'" if self.init == "fresh" else "background='given'"
             raise PluresError(f"with {kept} a member needs no network to start from: leave it out")
         if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.given.shapes:
@@ -267,7 +267,7 @@ class OrthogonalDropout(Ensemble):
         attempts = self._progress.attempts
         if self.init == "given":
             source = self._start(member) if network is None else copy.deepcopy(network)
-            if network is None and self.background == "zero":
+            if network is None and self._background == "zero":
                 restart(source, self._moments, self.owners, self.seed, "discard", member, attempts[member])
             self._split.write(member, tensors(source))
         if self.optimize_masks:
@@ -294,7 +294,7 @@ class OrthogonalDropout(Ensemble):
     @property
     def _split(self) -> SplitNetwork:
         """The split network: its weights, their owners, and the members that can predict."""
-        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained, self._background)
+        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained, self._given)
 
     def checkout(self, member: int) -> nn.Module:
         """Return one trained member as a plain network of your own class, in eval mode.
@@ -350,7 +350,7 @@ class OrthogonalDropout(Ensemble):
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
-        base = {} if self._background is None else {"base": file.base_of(self._split)}
+        base = {} if self._given is None else {"base": file.base_of(self._split)}
         return {**self._progress.as_json(), "moments": self._moments, **base}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -360,7 +360,7 @@ class OrthogonalDropout(Ensemble):
         return file.to_tensors(self._split, self._draft, dtype)
 
     def _base(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        return {} if self._background is None else file.base_tensors(self._split, dtype)
+        return {} if self._given is None else file.base_tensors(self._split, dtype)
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
@@ -376,7 +376,7 @@ class OrthogonalDropout(Ensemble):
         now, later = file.options_to_build(stored.options)
         ensemble = cls(network, **now)
         for name, value in later.items():
-            setattr(ensemble, name, value)
+            setattr(ensemble, name if hasattr(ensemble, name) else f"_{name}", value)
         ensemble._keep_given()
         ensemble._fill(stored)
         return ensemble
