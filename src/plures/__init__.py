@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from plures.methods.masksembles import Masksembles
     from plures.methods.mc_dropout import MCDropout
     from plures.methods.mimo import MIMO
+    from plures.methods.orthogonal_dropout.doors import adapt, split
     from plures.methods.orthogonal_dropout.engines.engine import Engine
     from plures.methods.orthogonal_dropout.masks import Keep, TopK
     from plures.methods.orthogonal_dropout.method import OrthogonalDropout
@@ -44,6 +45,7 @@ _NAMES = {
     "plures.exporting.exported": ("Exported", "export"),
     "plures.lab.sharing": ("from_hub", "push_to_hub"),  # need the extra [lab]
     "plures.losses": ("CrossEntropy", "GaussianNLL"),
+    "plures.methods.orthogonal_dropout.doors": ("adapt", "split"),
     "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
     "plures.methods.orthogonal_dropout.masks": ("Keep", "TopK"),
     "plures.methods.orthogonal_dropout.partition": ("Partition",),
@@ -77,12 +79,14 @@ __all__ = [
     "Step",
     "TopK",
     "__version__",
+    "adapt",
     "export",
     "guarantees",
     "load",
     "metrics",
     "roles",
     "save",
+    "split",
 ]
 
 

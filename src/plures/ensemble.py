@@ -123,11 +123,13 @@ class Ensemble(Predictor, ABC):
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file.
 
-        Each argument is an attribute of the same name; a method that stores one in another form overrides this.
+        Each argument is an attribute of the same name, which may begin with an underscore; a method that stores one in
+        another form overrides this.
         """
         arguments = inspect.signature(type(self)).parameters.values()
         named = [one.name for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        return {name: getattr(self, name) for name in named if name not in ("network", "loss")}
+        own = {name: name if hasattr(self, name) else f"_{name}" for name in named if name not in ("network", "loss")}
+        return {name: getattr(self, attribute) for name, attribute in own.items()}
 
     def _number(self, member: int | None) -> int:
         if not isinstance(member, int) or not 0 <= member < self.members:
@@ -229,6 +231,10 @@ class Ensemble(Predictor, ABC):
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return the tensors for a file, with weights (not statistics) in the given dtype."""
         return {name: as_stored(tensor, dtype) for name, tensor in own_tensors(self).items()}
+
+    def _base(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the tensors of the network that the ensemble belongs to, if a file can leave them out."""
+        return {}
 
     @classmethod
     def _restore(cls, network: nn.Module, stored: Stored) -> Self:

@@ -106,6 +106,7 @@ class Stage(nn.Module):
         # Every process has its own record: DDP must not broadcast it in every step.
         self._ddp_params_and_buffers_to_ignore = [f"record.{name}" for name, _ in self.record.named_buffers()]
         self._commit = commit
+        self.still: Sequence[nn.Module] = ()  # norm layers with statistics that members share: they stay in eval mode
         self.heads = 1  # how many losses are added up: a mean divides by it
         self._resumed = False
         self.register_load_state_dict_post_hook(_note_resumption)  # type: ignore[no-untyped-call]
@@ -134,6 +135,13 @@ class Stage(nn.Module):
     def touched(self) -> bool:
         """Whether the stage has been trained: it made a step, or its parameters have changed."""
         return bool(self.record.steps) or self._sums() != self._start
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all but the norm layers whose statistics members share."""
+        super().train(mode)
+        for norm in self.still:
+            norm.eval()
+        return self
 
     def logits(self, inputs: Any) -> Tensor:
         """Run the network under training and return its logits."""

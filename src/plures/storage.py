@@ -41,7 +41,7 @@ MOST_SMALLER, SMALL = 64, 1 << 26
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
-def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = None, base: bool = False) -> None:
     """Write an ensemble to a file of about the size of one network.
 
         plures.save(ensemble, "birds.safetensors")
@@ -50,6 +50,9 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     Weights keep their type, or get the given `dtype` (float32, bfloat16 or float16); statistics keep theirs. A partly
     trained ensemble is stored with everything that further training needs. A crash leaves either the old file or the
     new one.
+
+    An ensemble that changes a pre-trained network (`plures.adapt`) is stored as its changes and a checksum of that
+    network, which `load` then needs; with `base`, the file contains the network as well.
     """
     if dtype not in DTYPES:
         raise PluresError(f"dtype={dtype}; weights are stored as float32, bfloat16 or float16")
@@ -59,7 +62,9 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     opened = None if ensemble._opened is None else ensemble._opened()
     if opened is not None and not opened.committed and opened.touched:
         log.warning("stage '%s' is not committed, so %s does not have it: call stage.commit() first", opened.name, path)
-    held = ensemble.tensors(dtype) | calibration.to_tensors(ensemble.calibration)
+    held = (
+        ensemble.tensors(dtype) | (ensemble._base(dtype) if base else {}) | calibration.to_tensors(ensemble.calibration)
+    )
     stored = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
     document = json.dumps(
         {
@@ -100,7 +105,8 @@ def load(
 
     Nothing in the file is ever executed or imported, and a damaged file is refused.
 
-    - `network`: a network of the class that was saved, or a function that makes one; it is copied, not changed.
+    - `network`: a network of the class that was saved, or a function that makes one; it is copied, not changed. If the
+      file holds changes to a pre-trained network, it must be that network.
     - `members`: load only these members, without the calibration, which is for all members together.
     - `loss`: needed only to continue training with a custom loss; a file stores the losses of plures and mse_loss.
     - `method`: the class of a method that is not part of plures.

@@ -72,6 +72,8 @@ SUBJECTS = [
     Subject("Masksembles", {"members": 3, "every_mask": True}, stages=0),
     Subject("PackedEnsemble", {"members": 2}, calibrated=True),
     Subject("PackedEnsemble", {"members": 2, "gamma": 2}, stages=0),
+    Subject("adapt", {"members": 3, "share": 0.05}, calibrated=True),
+    Subject("adapt", {"members": 2, "share": 0.3}, stages=1),
 ]
 
 

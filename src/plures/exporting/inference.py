@@ -95,14 +95,16 @@ class SplitMembers(nn.Module):
         # Buffers that are not part of the state, such as positions, run as well.
         states = [tensors(network) | dict(network.named_buffers(remove_duplicate=False)) for network in networks]
         self._first_names = {name: name for name in states[0]} | canonical(networks[0])
-        owners = ensemble.owners if isinstance(ensemble, OrthogonalDropout) else {}
+        split = ensemble._split if isinstance(ensemble, OrthogonalDropout) else None
+        owners, given = ({}, {}) if split is None else (split.owners(), split.given())
         self.owners = bool(owners)
         self._kept: dict[str, _Whole | _Split] = {}
         for number, name in enumerate(dict.fromkeys(self._first_names.values())):
             values = [state[name] for state in states]
             shared = all(torch.equal(values[0], other) for other in values[1:])
             alone = values[:1] if shared else values
-            kept = _Split(values, owners[name], trained) if name in owners else _Whole(alone)
+            whole = name not in owners
+            kept = _Whole(alone) if whole else _Split(values, owners[name], trained, given.get(name))
             self._kept[name] = kept
             self.add_module(f"kept_{number}", kept)
         # Only the code of the network is run: its own tensors would go into the file as well.
@@ -136,19 +138,23 @@ class _Whole(nn.Module):
 
 
 class _Split(nn.Module):
-    """A weight that every member owns a part of, kept whole with its owners packed.
+    """A weight that every member owns a part of, kept whole with its owners packed, and the background if it has one.
 
     Each part is cut out of it by operations that a runtime folds when it loads the file.
     """
 
     weight: Tensor
+    given: Tensor | None
     packed: Tensor
     common = False
 
-    def __init__(self, parts: list[Tensor], owners: Tensor, trained: list[int]) -> None:
+    def __init__(self, parts: list[Tensor], owners: Tensor, trained: list[int], given: Tensor | None) -> None:
         super().__init__()
-        # Members are disjoint, so their sum is exact; what no trained member owns becomes 0.
-        self.register_buffer("weight", torch.stack([part.detach() for part in parts]).sum(0))
+        weight = torch.zeros_like(parts[0]) if given is None else given.clone()
+        for member, part in zip(trained, parts, strict=True):
+            weight = torch.where(spread(owners, part) == member, part.detach(), weight)
+        self.register_buffer("weight", weight)
+        self.register_buffer("given", given)
         count = len(trained)  # also the digit of what no trained member owns
         rank = torch.full((256,), count, dtype=torch.int64)
         rank[trained] = torch.arange(count)
@@ -159,7 +165,7 @@ class _Split(nn.Module):
 
     def forward(self) -> Part:
         owners = spread(unpack_bytes(self.packed, self.base, math.prod(self.shape)).reshape(self.shape), self.weight)
-        return lambda index: torch.where(owners == index, self.weight, 0.0)
+        return lambda index: torch.where(owners == index, self.weight, 0.0 if self.given is None else self.given)
 
 
 def pack_bytes(digits: Tensor, base: int) -> Tensor:

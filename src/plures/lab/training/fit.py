@@ -73,7 +73,8 @@ def fit(
             _restore(ensemble, folder, processes)
         ensemble.to(processes.device)
         if processes.world > 1:
-            start = "".join(checksum(tensor.cpu()) for tensor in ensemble.tensors().values())
+            held = ensemble.tensors() | ensemble._base(None)
+            start = "".join(checksum(tensor.cpu()) for tensor in held.values())
             if len(set(gather_object([start]))) > 1:
                 raise PluresError(
                     "the processes start from different ensembles: call torch.manual_seed with one number before "
@@ -91,7 +92,7 @@ def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> Non
     name = processes.on_main(lambda: next((p.name for p in (folder.ensemble, folder.partial) if p.is_file()), None))
     if name is None:
         # Even before the first epoch: the next process may draw another network.
-        processes.on_main(lambda: save(ensemble, folder.partial))
+        processes.on_main(lambda: save(ensemble, folder.partial, base=True))
     elif processes.world == 1:
         refill(ensemble, folder.path / name)
     else:
@@ -124,7 +125,7 @@ class _Run:
             self._train_stage(step, saved)
             step, saved = due(self.ensemble.plan()), None
             if folder is not None and step is not None:
-                on_main(partial(save, self.ensemble, folder.partial))
+                on_main(partial(save, self.ensemble, folder.partial, base=True))
         if folder is not None:
             on_main(partial(self._finish, folder, finish))
 
@@ -169,7 +170,7 @@ class _Run:
         # Until the file is written, the state of the last stage is there to begin from again.
         if not folder.finished:
             finish()
-            save(self.ensemble, folder.ensemble)
+            save(self.ensemble, folder.ensemble, base=True)
         folder.clean()
 
 

@@ -73,7 +73,7 @@ def train(
         measure()
         if ensemble.calibration is not before:
             with _warning_instead(), folder.locked(wait=True):
-                save(ensemble, folder.ensemble)
+                save(ensemble, folder.ensemble, base=True)
     records = folder.records()
     found |= {"seconds": sum(record["seconds"] for record in records), "bytes": folder.ensemble.stat().st_size}
     costs = None

@@ -2,6 +2,9 @@
 
 The file of a complete ensemble holds every weight once, grouped by owner, so that some members can be read without the
 others; `owners/NAME` says where they belong. While members are untrained it also holds what training needs.
+
+Of changes to a given network, it holds what the trained members have changed, and checksums of that network. Owners of
+a small share are stored as `places MEMBER/NAME`: the gaps between them.
 """
 
 import logging
@@ -20,7 +23,7 @@ from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.partition import FREE, SplitNetwork, refilled
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.tensors import Moments, overwrite, own_tensors
+from plures.tensors import Moments, checksum, overwrite, own_tensors
 
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
 HUGE_FILE = 5  # times the plain network: worth a warning however small it is
@@ -30,27 +33,75 @@ log = logging.getLogger("plures")
 
 def to_tensors(split: SplitNetwork, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors that a file holds, split weights in the dtype asked for; `draft` is the member in training."""
-    weights = own_tensors(split.network)
-    result = {}
+    weights, given = own_tensors(split.network), split.given()
+    result: dict[str, Tensor] = {}
     for name, owners in split.owners().items():
         stored = as_stored(weights[name], dtype)
+        if name in given and stored.dtype != weights[name].dtype:
+            # Rounded, a weight would lose a change that is smaller than its last bit: the difference does not.
+            stored = (weights[name].detach() - given[name]).to(stored.dtype)
         # Free weights need a digit of their own only while there are any.
         some_free = bool((owners == FREE).any())
-        digits = torch.where(owners == FREE, split.members, owners.int())
-        result[f"owners/{name}"] = pack(digits, split.members + some_free)
-        for member in range(split.members):
+        if _by_places(split):
+            result |= {f"places {one}/{name}": gaps(split.partition.owned(name, one)) for one in range(split.members)}
+        else:
+            digits = torch.where(owners == FREE, split.members, owners.int())
+            result[f"owners/{name}"] = pack(digits, split.members + (some_free or split.partition.share is not None))
+        for member in split.trained if name in given else range(split.members):
             result[_place(member, name)] = _values(stored, owners, member)
-        if some_free:
+        if some_free and name not in given:
             result[f"free/{name}"] = _values(stored, owners, FREE)
     for member in range(split.members):
         for name, row in split.private.rows(member).items():
             result[_place(member, name)] = as_stored(row, dtype, like=weights[name])
     complete = len(split.trained) == split.members
-    kept = {Role.SHARED} if complete else {Role.SHARED, Role.PRIVATE}
+    kept = set() if split.background else {Role.SHARED}
+    kept |= set() if complete else {Role.PRIVATE}
     result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if split.roles[name] in kept}
     if draft is not None:
         result |= {f"draft/{name}": tensor.detach() for name, tensor in own_tensors(draft).items()}
     return result
+
+
+def base_tensors(split: SplitNetwork, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the tensors of the given network that members see unchanged, as a file holds them."""
+    own = {name: one for name, one in own_tensors(split.network).items() if split.roles[name] is not Role.PRIVATE}
+    given = split.given()
+    return {f"given/{name}": as_stored(given.get(name, one), dtype, like=one) for name, one in own.items()}
+
+
+def base_of(split: SplitNetwork) -> dict[str, list[str]]:
+    """Return the dtype and the checksum of each tensor of the given network that members see unchanged."""
+    own = {name.removeprefix("given/"): one.cpu() for name, one in base_tensors(split).items()}
+    return {name: [str(one.dtype).removeprefix("torch."), checksum(one)] for name, one in own.items()}
+
+
+def _read_base(split: SplitNetwork, stored: Stored) -> None:
+    """Fill in the given network, if the file holds it; otherwise refuse another one than the changes belong to."""
+    own = base_tensors(split)
+    within = any(name in stored.shapes for name in own)
+    for name, tensor in own.items() if within else ():
+        overwrite(tensor, stored.read(name, tensor.shape), name)
+    for name, (dtype, digest) in {} if within else base_of(split).items():
+        expected, other = stored.state["base"][name]
+        if dtype != expected:
+            raise PluresError(
+                f"the changes in the file belong to a network in {expected}, and {name!r} is in {dtype}: convert the "
+                f"network, network.to(torch.{expected})"
+            )
+        if digest != other:
+            raise PluresError(
+                f"the changes in the file belong to another network: {name!r} differs; load the weights that the "
+                "ensemble was made from, or save it with base=True"
+            )
+    weights = own_tensors(split.network)
+    for name, value in split.given().items():
+        weights[name].copy_(value)
+
+
+def _by_places(split: SplitNetwork) -> bool:
+    """Return whether owners take less room as places, a byte each, than as digits, about three per byte."""
+    return split.partition.share is not None and 3 * split.partition.share * split.members < 1
 
 
 def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, stored: Stored) -> None:
@@ -72,6 +123,7 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     the rest. And nobody who loads a trained ensemble needs to hear that a given network was thin to split.
     """
     later = {"classifier": None, "schedule": "sequential", "exchange": 0.0, "optimize_masks": True, "init": "fresh"}
+    later |= {"background": "zero", "share": None}
     now = {name: value for name, value in stored.items() if name not in GONE}
     settled = later | now | {"optimize_masks": bool(stored["optimize_masks"])}  # 0.1 knew no other schedule
     return now | later, {name: settled[name] for name in later}
@@ -80,8 +132,14 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 def from_tensors(split: SplitNetwork, stored: Stored, members: Sequence[int]) -> None:
     """Fill a split network from a file's tensors, reading only what the given members need."""
     owners = {}
+    if split.background is not None:
+        with torch.no_grad():
+            _read_base(split, stored)
     for name, like in split.owners().items():
-        some_free = f"free/{name}" in stored.shapes
+        if _by_places(split):
+            owners[name] = _read_places(split, stored, name)
+            continue
+        some_free = f"free/{name}" in stored.shapes or split.partition.share is not None
         base = split.members + some_free
         words = stored.read(f"owners/{name}", [-(-like.numel() // digits_per_word(base))])
         digits = unpack(words, base, like.numel()).reshape(like.shape)
@@ -90,12 +148,12 @@ def from_tensors(split: SplitNetwork, stored: Stored, members: Sequence[int]) ->
     weights = own_tensors(split.network)
     with torch.no_grad():
         for name, owner in split.owners().items():
-            for member in members:
-                _fill(weights[name], owner, member, stored, _place(member, name))
+            for member in (one for one in members if split.background is None or one in split.trained):
+                _fill(weights[name], owner, member, stored, _place(member, name), split.background is not None)
             if len(members) == split.members and f"free/{name}" in stored.shapes:
                 _fill(weights[name], owner, FREE, stored, f"free/{name}")
         for name, tensor in weights.items():
-            if f"given/{name}" in stored.shapes:
+            if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
                 overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
     for member in members:
         rows = split.private.rows(member)
@@ -110,12 +168,15 @@ def draft_from(split: SplitNetwork, stored: Stored) -> nn.Module:
 
 def expected_bytes(split: SplitNetwork) -> dict[Role, float]:
     """Compute what the file of the complete ensemble holds, by role; the owners count to the split weights."""
+    share = split.partition.share
+    owned = 1.0 if share is None else split.members * share
+    copies = {Role.SPLIT: owned, Role.PRIVATE: split.members, Role.SHARED: 1.0 if split.background is None else 0.0}
     found = dict.fromkeys(Role, 0.0)
     for name, tensor in own_tensors(split.network).items():
-        role = split.roles[name]
-        found[role] += tensor.nbytes * (split.members if role is Role.PRIVATE else 1)
-    words = [-(-owners.numel() // digits_per_word(split.members)) for owners in split.owners().values()]
-    found[Role.SPLIT] += 8 * sum(words)
+        found[split.roles[name]] += tensor.nbytes * copies[split.roles[name]]
+    for owners in split.owners().values():
+        words = -(-owners.numel() // digits_per_word(split.members + (share is not None)))
+        found[Role.SPLIT] += owned * owners.numel() if _by_places(split) else 8 * words
     return found
 
 
@@ -127,6 +188,8 @@ def role_lines(split: SplitNetwork) -> list[str]:
         if named:
             copies = f" x {split.members} members" if role is Role.PRIVATE else ""
             numbers = sum(one.numel() for one in named)
+            if role is Role.SPLIT and split.background is not None:
+                copies = f", of which each member changes {split.partition.share or 1 / split.members:.3g}"
             lines.append(f"{role:8}{numbers:>14,} numbers in {len(named)} tensors{copies}")
     return lines
 
@@ -170,13 +233,15 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     return torch.from_numpy(rows[owned].reshape(-1)).view(weight.dtype) if owned.size else weight.new_empty(0)
 
 
-def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str) -> None:
-    """Put a member's values back to their places."""
+def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str, added: bool = False) -> None:
+    """Put a member's values back to their places; in another precision, they are added to what is there if `added`."""
     filled = weight.detach().cpu().contiguous()
     rows, owned = _rows(filled, owners, member)
     values = stored.read(name, [owned.size * rows.shape[1]])
     if not values.is_floating_point():
         raise PluresError(f"tensor {name!r} has dtype {values.dtype}; expected {weight.dtype}")
+    if added and values.dtype != weight.dtype:
+        values = values.to(weight.dtype) + torch.from_numpy(rows[owned].reshape(-1)).view(weight.dtype)
     rows[owned] = _bits(values.to(weight.dtype)).reshape(owned.size, rows.shape[1])
     if filled.data_ptr() != weight.data_ptr():  # on another device, or not contiguous
         weight.copy_(filled)
@@ -191,6 +256,41 @@ def _rows(weight: Tensor, owners: Tensor, member: int) -> tuple[NDArray[Any], ND
 def _bits(tensor: Tensor) -> NDArray[Any]:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(integers[tensor.element_size()]).numpy()
+
+
+def gaps(mask: Tensor) -> Tensor:
+    """Return how many entries lie between each true entry of a mask and the one before, as bytes.
+
+        >>> gaps(torch.tensor([False, True, True, False, False, True])).tolist()
+        [1, 0, 2]
+
+    The byte 255 stands for 255 entries that are not true, and for none after them.
+    """
+    places = np.flatnonzero(mask.cpu().numpy())
+    between = np.diff(places, prepend=-1) - 1
+    result = np.full(places.size + (between // 255).sum(), 255, np.uint8)
+    result[np.arange(places.size) + np.cumsum(between // 255)] = between % 255
+    return torch.from_numpy(result)
+
+
+def _read_places(split: SplitNetwork, stored: Stored, name: str) -> Tensor:
+    """Read the owners of a tensor from the gaps between the entries of each member."""
+    like = split.owners()[name]
+    owners = np.full(like.numel(), FREE, np.uint8)
+    for member in range(split.members):
+        place, least = f"places {member}/{name}", split.partition.budget(name, member)
+        shape = list(stored.shapes.get(place, ()))
+        if len(shape) != 1 or not least <= shape[0] <= least + like.numel() // 255:
+            raise PluresError(f"tensor {place!r} is of shape {shape}; expected [{least}] or a little more")
+        steps = stored.get(place).numpy()
+        if steps.dtype != np.uint8:
+            raise PluresError(f"tensor {place!r} has dtype {steps.dtype}; expected uint8")
+        entries = steps < 255
+        places = np.cumsum(steps + entries.astype(np.int64))[entries] - 1
+        if places.size and (places[-1] >= owners.size or (owners[places] != FREE).any()):
+            raise PluresError(f"tensor {place!r} names entries that {name!r} does not have, or another member owns")
+        owners[places] = member
+    return torch.from_numpy(owners).reshape(like.shape)
 
 
 def digits_per_word(base: int) -> int:

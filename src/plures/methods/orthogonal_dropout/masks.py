@@ -1,4 +1,4 @@
-"""The two masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
+"""The masks that a stage trains under, as `torch.nn.utils.parametrize` parametrizations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -53,6 +53,34 @@ class Keep(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Mask the weight."""
         return weight * self.mask.to(weight.dtype)
+
+
+class Change(nn.Module):
+    """Use trained values where the mask is true, and the given weight elsewhere.
+
+        parametrize.register_parametrization(layer, "weight", Change(layer.weight, owned), unsafe=True)
+
+    What trains is a vector of these values alone: a member that owns a hundredth of a weight has a gradient and an
+    optimizer state of a hundredth.
+    """
+
+    given: Tensor
+    places: Tensor
+
+    def __init__(self, given: Tensor, mask: Tensor) -> None:
+        super().__init__()
+        places = mask.expand_as(given).reshape(-1).nonzero().squeeze(1)
+        self.register_buffer("given", given.detach(), persistent=False)
+        self.register_buffer("places", places, persistent=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Put the values into their places."""
+        whole = self.given.reshape(-1).index_put((self.places,), values).view_as(self.given)
+        return whole if self.given.is_contiguous() else in_layout_of(self.given, whole)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Take the values out of a weight; of a tied one, they were taken out before."""
+        return weight if weight.shape == self.places.shape else weight.reshape(-1)[self.places]
 
 
 def in_layout_of(weight: Tensor, mask: Tensor) -> Tensor:
@@ -126,7 +154,7 @@ class _StraightThrough(torch.autograd.Function):
         return to_weight, to_scores.mul_(scores.sign()), None, None
 
 
-MASKS = (Keep, TopK)
+MASKS = (Keep, Change, TopK)
 
 
 def largest(rank: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
@@ -143,13 +171,15 @@ def largest(rank: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def owned_part(weight: Tensor, owners: Tensor, member: int) -> Tensor:
-    """Cut one member out of a weight that holds all of them: zero where it is not the owner.
+def owned_part(weight: Tensor, owners: Tensor, member: int, background: Tensor | None = None) -> Tensor:
+    """Cut one member out of a weight that holds all of them: zero, or the background, where it is not the owner.
 
     The zeros are positive to the bit, and the memory layout is the weight's own: another one would take another kernel,
     which rounds differently.
     """
     owners = spread(owners, weight)
+    if background is not None:
+        return torch.empty_like(weight).copy_(torch.where(owners == member, weight, background))
     if not _plain(weight):
         return weight.clone().masked_fill_(owners != member, 0.0)  # a clone keeps the layout
     return _cut(weight, owners.numpy(), member)
@@ -190,7 +220,7 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
         if first in masks:
             path, _, attribute = place.rpartition(".")
             layer = network.get_submodule(path)
-            parametrize.register_parametrization(layer, attribute, masks[first])
+            parametrize.register_parametrization(layer, attribute, masks[first], unsafe=True)
     for layer in network.modules():
         if _chains(layer) and all(map(_is_mask, _chains(layer).values())):
             layer.__class__ = _masked_class(type(layer).__mro__[1], tuple(_chains(layer)))
@@ -226,9 +256,15 @@ def mask_of(network: nn.Module, name: str) -> nn.Module:
 
 
 def unmasked(network: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a masked network by their names without masks, with the values underneath."""
+    """Return the tensors of a masked network by their names without masks, with the values underneath.
+
+    Changes have no values underneath: they are returned with the weight that they change.
+    """
     masked = {
-        f"{path}.parametrizations.{attribute}.".lstrip("."): f"{path}.{attribute}".lstrip(".")
+        f"{path}.parametrizations.{attribute}.".lstrip("."): (
+            f"{path}.{attribute}".lstrip("."),
+            chain.get_submodule("0"),
+        )
         for path, layer in network.named_modules(remove_duplicate=False)
         for attribute, chain in _chains(layer).items()
         if _is_mask(chain)
@@ -239,5 +275,6 @@ def unmasked(network: nn.Module) -> dict[str, Tensor]:
         if prefix is None:
             result[name] = tensor
         elif name == prefix + "original":
-            result[masked[prefix]] = tensor
+            place, mask = masked[prefix]
+            result[place] = mask(tensor) if isinstance(mask, Change) else tensor
     return result

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import number, one_of
@@ -29,6 +30,7 @@ from plures.methods.orthogonal_dropout.partition import (
 from plures.methods.orthogonal_dropout.roles import (
     Classifier,
     Role,
+    check_pretrained,
     check_roles,
     names_of_shared,
     resolve_roles,
@@ -41,6 +43,7 @@ from plures.tensors import Moments, copied_around, moments, own_tensors, places,
 from plures.trunk import Run, Trunk, apart, same
 
 Init = Literal["fresh", "given"]
+Background = Literal["zero", "given"]
 Schedule = Literal["sequential", "together"]
 Kind = Literal["owned", "unfolded"]
 log = logging.getLogger("plures")
@@ -66,7 +69,11 @@ class OrthogonalDropout(Ensemble):
     - `granularity`: the unit that has one owner: a convolution "kernel", a single "weight", or a "block" of eight
       outputs of one input in linear layers and 1x1 convolutions.
     - `init`: "fresh" draws new weights for each member, at the scale of the given network; "given" starts from the
-      given weights, and the first member then needs no pre-training.
+      given weights, and the first member then needs no pre-training. The members divide the given weights among them
+      and see zeros elsewhere, which loses most of what a pre-trained network knows: use `plures.adapt`.
+    - `background`: what a member sees where it owns nothing. With "given", it sees the given network, of which it
+      changes the weights that it owns: `plures.adapt`. It starts from the given weights; owners are random.
+    - `share`: the share of each split tensor that a member owns, before a given background; by default 1/members.
     - `roles`: the role of each tensor, from `plures.roles`.
     - `loss`: a function of logits and targets; by default, cross-entropy.
     """
@@ -83,31 +90,44 @@ class OrthogonalDropout(Ensemble):
         optimize_masks: bool | None = None,
         classifier: Classifier | None = None,
         granularity: Granularity = "kernel",
-        init: Init = "fresh",
+        init: Init | None = None,
+        background: Background = "zero",
+        share: float | None = None,
         roles: Mapping[str, str] | None = None,
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(network, loss)
-        one_of("init", init, get_args(Init))
+        one_of("background", background, get_args(Background))
+        one_of("init", init, (None, *get_args(Init)))
+        changes = background == "given"
+        if changes and (optimize_masks or init == "fresh"):
+            wrong = "optimize_masks=True" if optimize_masks else "init='fresh'"
+            raise PluresError(
+                f"members that change a given network start from it and own weights at random: no {wrong}"
+            )
+        if share is not None and not changes:
+            raise PluresError(f"share={share} would leave weights that no member uses: it needs background='given'")
+        if changes:
+            check_pretrained(network)
         seed = check_seed(seed)
         self.members = members
         one_of("schedule", schedule, get_args(Schedule))
         self.schedule = schedule
         number("exchange", exchange, "a share from 0 up to 1, such as 0.3", above=-1e-9, below=1)
-        if exchange and schedule != "together":
-            raise PluresError(
-                f"exchange={exchange}: only members trained together exchange weights: schedule='together'"
-            )
+        if exchange and (schedule != "together" or changes):
+            raise PluresError(f"exchange={exchange}: only members trained together from scratch exchange weights")
         self.exchange = exchange
         if optimize_masks and schedule == "together":
             raise PluresError("members trained together have random masks: use schedule='sequential' to optimize them")
         # Plain values, because a file holds them as JSON.
-        self.optimize_masks = schedule == "sequential" if optimize_masks is None else bool(optimize_masks)
+        learned = schedule == "sequential" and not changes
+        self.optimize_masks = learned if optimize_masks is None else bool(optimize_masks)
         self.granularity = granularity
-        self.init = init
+        self.init: Init = init or ("given" if changes else "fresh")
+        self._background, self._share = background, share
         self.seed = seed
-        roles = roles_for(network, members) if roles is None and schedule == "together" else roles
+        roles = roles_for(network, members) if roles is None and schedule == "together" and not changes else roles
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
 
         own = own_tensors(network)
@@ -117,6 +137,8 @@ class OrthogonalDropout(Ensemble):
         self._private = Private(private, members)
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
         self.network = _copied(network)
+        self._given: Private | None = None
+        self._keep_given()
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
         self._progress = phases.Progress(members)
         self._moments: Moments = moments(network)
@@ -128,8 +150,15 @@ class OrthogonalDropout(Ensemble):
         self._partition.to(next(iter(own.values())).device)
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
-        if init == "given":
+        if self.init == "given" and not changes:
             warn_if_thin(self._partition)
+
+    def _keep_given(self) -> None:
+        """Keep the split tensors as they were given, if members see them where they own nothing."""
+        if self._background == "given":
+            self._partition.set_share(self._share)
+            own = own_tensors(self.network)
+            self._given = Private({name: own[name].detach() for name in self.owners}, 1)
 
     # Training: Algorithm 1, or all members together
 
@@ -160,20 +189,26 @@ class OrthogonalDropout(Ensemble):
         for name, tensor in known.items():
             if not phases.trains(step.phase, self.roles[name]):
                 tensor.requires_grad_(False)
-        masks = {name: phases.mask(step.phase, known[name], self._partition, name, member) for name in self.owners}
-        put_on(network, masks, self._places)
         before = phases.statistics(network, known)
+        mask = phases.change if self._background == "given" else partial(phases.mask, step.phase)
+        put_on(network, {name: mask(known[name], self._partition, name, member) for name in self.owners}, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
-        stage.engine = TrainingEngine()
-        return stage
+        return self._prepared(stage, network)
+
+    def _prepared(self, stage: Stage, network: nn.Module) -> Stage:
+        """Give a stage its engine, if it has one, and keep the norms of its network that members share as they are."""
+        stage.engine = None if self._background == "given" else TrainingEngine()
+        norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _BatchNorm)]
+        stage.still = [norm for name, norm in norms if self.roles.get(name.lstrip(".")) is Role.SHARED]
+        return stage.train()
 
     def _open_together(self, step: Step) -> Stage:
-        network = together.starts(self._split, [self._start(member) for member in range(self.members)])
+        each = [self._start(member) for member in range(self.members if self.init == "fresh" else 1)]
+        network = together.starts(self._split, each if len(each) > 1 else each * self.members)
         before = [phases.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
         commit = partial(self._commit_together, ticket=self._ticket, before=before)
         stage = together.MembersStage(network, step, self.loss, commit, exchange=self.exchange, seed=self.seed)
-        stage.engine = TrainingEngine()
-        return stage
+        return self._prepared(stage, network.network)
 
     def _commit_together(self, stage: Stage, ticket: object, before: Sequence[Mapping[str, Tensor]]) -> None:
         if ticket is not self._ticket:
@@ -196,6 +231,10 @@ class OrthogonalDropout(Ensemble):
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
+        own = own_tensors(network)
+        with torch.no_grad():
+            for name, value in self._split.given().items():
+                own[name].copy_(value)
         return network
 
     def _commit(self, stage: Stage, ticket: object, before: Mapping[str, Tensor]) -> None:
@@ -230,14 +269,15 @@ class OrthogonalDropout(Ensemble):
             raise PluresError(f"member {busy} is in training: finish or discard it before member {member}")
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to change it")
-        if network is not None and self.init == "fresh":
-            raise PluresError("with init='fresh' a member needs no network to start from: leave it out")
+        if network is not None and (self.init == "fresh" or self._background == "given"):
+            kept = "init='fresh'" if self.init == "fresh" else "background='given'"
+            raise PluresError(f"with {kept} a member needs no network to start from: leave it out")
         if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.given.shapes:
             raise PluresError("the ensemble was made from another network: its tensors differ from those given")
         attempts = self._progress.attempts
         if self.init == "given":
-            source = copy.deepcopy(self.network if network is None else network)
-            if network is None:
+            source = self._start(member) if network is None else copy.deepcopy(network)
+            if network is None and self._background == "zero":
                 restart(source, self._moments, self.owners, self.seed, "discard", member, attempts[member])
             self._split.write(member, tensors(source))
         if self.optimize_masks:
@@ -264,7 +304,7 @@ class OrthogonalDropout(Ensemble):
     @property
     def _split(self) -> SplitNetwork:
         """The split network: its weights, their owners, and the members that can predict."""
-        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained)
+        return SplitNetwork(self.network, self.roles, self._partition, self._private, self.trained, self._given)
 
     def checkout(self, member: int) -> nn.Module:
         """Return one trained member as a plain network of your own class, in eval mode.
@@ -328,13 +368,17 @@ class OrthogonalDropout(Ensemble):
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
-        return {**self._progress.as_json(), "moments": self._moments}
+        base = {} if self._given is None else {"base": file.base_of(self._split)}
+        return {**self._progress.as_json(), "moments": self._moments, **base}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return the tensors that a file holds: owners packed, weights by member."""
         if self._loaded is not None:
             raise PluresError(f"only members {self._loaded} were loaded: load the whole file to save it again")
         return file.to_tensors(self._split, self._draft, dtype)
+
+    def _base(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        return {} if self._given is None else file.base_tensors(self._split, dtype)
 
     @classmethod
     def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
@@ -346,10 +390,12 @@ class OrthogonalDropout(Ensemble):
         cls._check_before_building(network, stored)
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         one_of("init", stored.options["init"], get_args(Init))
+        one_of("background", stored.options.get("background", "zero"), get_args(Background))
         now, later = file.options_to_build(stored.options)
         ensemble = cls(network, **now)
         for name, value in later.items():
-            setattr(ensemble, name, value)
+            setattr(ensemble, name if hasattr(ensemble, name) else f"_{name}", value)
+        ensemble._keep_given()
         ensemble._fill(stored)
         return ensemble
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plures.checks import check_members, one_of
+from plures.checks import check_members, number, one_of
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.roles import Role
@@ -37,10 +37,17 @@ class Partition(nn.Module):
 
     Owners have the shape of the weight with granularity "weight", (outputs, inputs, 1, 1) with "kernel", and with
     "block" an eighth of the outputs in linear layers and 1x1 convolutions: see `owner_shape`. Within a tensor the
-    members' sizes differ by at most one.
+    members' sizes differ by at most one. With a `share`, each member owns so much of every tensor, rounded down, and
+    the rest has no owner.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        members: int,
+        granularity: Granularity = "weight",
+        share: float | None = None,
+    ) -> None:
         super().__init__()
         check_members(members, least=2)
         one_of("granularity", granularity, get_args(Granularity))
@@ -55,15 +62,33 @@ class Partition(nn.Module):
                     "give it the role 'private'"
                 )
             self.register_buffer(self._buffer_names[name], owners)
+        self.set_share(share)
         self.register_load_state_dict_post_hook(_check_after_load)  # type: ignore[no-untyped-call]
 
     def owners(self) -> dict[str, Tensor]:
         """Map each split tensor's name to its owners: uint8, 255 if free."""
         return {name: self.get_buffer(buffer) for name, buffer in self._buffer_names.items()}
 
+    def set_share(self, share: float | None) -> None:
+        """Set the share of every tensor that a member owns; None divides all of it."""
+        self.share = share
+        if share is None:
+            return
+        number("share", share, f"a number above 0 and at most 1/members, {1 / self.members:.3g}", above=0)
+        if share * self.members > 1 + 1e-9:
+            raise PluresError(f"share={share} of {self.members} members is more than there is: take at most 1/members")
+        for name, owners in self.owners().items():
+            if not self.budget(name, 0):
+                least = 1 / owners.numel()
+                raise PluresError(
+                    f"share={share} of the {owners.numel()} {self.granularity}s of {name!r} is none: take at least "
+                    f"{least:.2g}, or give it the role 'private'"
+                )
+
     def budget(self, name: str, member: int) -> int:
         """Return how many weights (or kernels) of one tensor a complete member owns."""
-        return sizes(self.get_buffer(self._buffer_names[name]).numel(), self.members)[member]
+        count = self.get_buffer(self._buffer_names[name]).numel()
+        return sizes(count, self.members)[member] if self.share is None else int(self.share * count + 1e-9)
 
     def owned(self, name: str, member: int) -> Tensor:
         """Return the weights of a tensor that a member owns, as a boolean mask."""
@@ -130,9 +155,10 @@ class Partition(nn.Module):
     def randomise(self, seed: int) -> None:
         """Split every tensor at random into equal shares."""
         owners = {}
+        each = torch.tensor([*range(self.members), FREE], dtype=torch.uint8)
         for name, current in self.owners().items():
-            shares = torch.tensor(sizes(current.numel(), self.members))
-            in_order = torch.arange(self.members, dtype=torch.uint8).repeat_interleave(shares)
+            shares = [self.budget(name, member) for member in range(self.members)]
+            in_order = each.repeat_interleave(torch.tensor([*shares, current.numel() - sum(shares)]))
             shuffle = torch.randperm(current.numel(), generator=generator(seed, "partition", name))
             owners[name] = in_order[shuffle].reshape(current.shape)
         self.assign(owners)
@@ -207,7 +233,8 @@ class SplitNetwork:
     """The parts of a split network, and the members that can predict.
 
     `network` holds the weights of all members in its split tensors, and in its private ones the values that each member
-    starts from.
+    starts from. `background` holds the split tensors as they were given, one row each, if members see them where they
+    own nothing; otherwise they see zeros.
     """
 
     network: nn.Module
@@ -215,6 +242,11 @@ class SplitNetwork:
     partition: Partition
     private: Private
     trained: list[int]
+    background: Private | None = None
+
+    def given(self) -> dict[str, Tensor]:
+        """Map each split tensor's name to the values that were given, if members see them."""
+        return {} if self.background is None else self.background.rows(0)
 
     @property
     def members(self) -> int:
@@ -226,10 +258,11 @@ class SplitNetwork:
         return self.partition.owners()
 
     def member(self, member: int) -> dict[str, Tensor]:
-        """Return the tensors of one member by their first names: its weights, zero elsewhere, and its private ones."""
+        """Return the tensors of one member by first names: its weights before the background, its private ones."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
+        given = self.given()
         for name, owners in self.owners().items():
-            values[name] = owned_part(values[name], owners, member)
+            values[name] = owned_part(values[name], owners, member, given.get(name))
         return values | self.private.rows(member)
 
     def checkout(self, member: int) -> nn.Module:

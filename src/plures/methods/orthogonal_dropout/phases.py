@@ -6,7 +6,8 @@ For each member i: free_i is what no earlier member owns (Algorithm 1 starts fro
     prune       freeze them, learn a score for each, and claim the member's share: the largest |scores|
     finetune    train what the member owns; then it can predict, and its weights never change again
 
-Without optimised masks the weights are shared out at random beforehand, and `train` is the only phase.
+Without optimised masks the weights are shared out at random beforehand, and `train` is the only phase. So it is for
+members that change a given network.
 """
 
 import logging
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.masks import Keep, TopK, gathered, in_layout_of, mask_of, spread
+from plures.methods.orthogonal_dropout.masks import Change, Keep, TopK, gathered, in_layout_of, mask_of, spread
 from plures.methods.orthogonal_dropout.partition import Partition, SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.stage import Stage, other_start, refuse_other_shared
@@ -52,6 +53,11 @@ def mask(phase: str, weight: Tensor, partition: Partition, name: str, member: in
     return TopK(scores / largest, free, partition.budget(name, member))
 
 
+def change(given: Tensor, partition: Partition, name: str, member: int) -> Change:
+    """Make the mask under which a stage changes a given weight where the member owns it."""
+    return Change(given, spread(partition.owned(name, member), given))
+
+
 def claim(phase: str, network: nn.Module, partition: Partition, member: int) -> None:
     """Assign to a member what its trained stage has chosen; the last member takes all that is left, without pruning."""
     if phase == "prune":
@@ -63,14 +69,20 @@ def claim(phase: str, network: nn.Module, partition: Partition, member: int) -> 
 
 def refuse_other_start(stage: Stage, split: SplitNetwork, values: Mapping[str, Tensor]) -> None:
     """Refuse a stage that was trained with other shared weights or masks than the ensemble has."""
-    own = own_tensors(split.network)
-    refuse_other_shared(stage, {name: own[name] for name in own if split.roles[name] is Role.SHARED}, values)
-    for name in split.owners():
-        used = mask_of(stage.network, name)
+    own, member = own_tensors(split.network), cast(int, stage.member)
+    masks = {name: mask_of(stage.network, name) for name in split.owners()}
+    given = {name: one.given for name, one in masks.items() if isinstance(one, Change)}
+    shared = {name: own[name] for name in own if split.roles[name] is Role.SHARED}
+    refuse_other_shared(stage, shared | split.given(), {**values, **given})
+    for name, used in masks.items():
+        same = True
         if isinstance(used, Keep):
-            expected = cast(Keep, mask(stage.phase, own[name], split.partition, name, cast(int, stage.member)))
-            if not used.mask.equal(expected.mask.to(used.mask)):
-                raise other_start(stage, f"the mask of {name!r}")
+            expected = cast(Keep, mask(stage.phase, own[name], split.partition, name, member))
+            same = used.mask.equal(expected.mask.to(used.mask))
+        elif isinstance(used, Change):
+            same = used.places.equal(change(own[name], split.partition, name, member).places.to(used.places))
+        if not same:
+            raise other_start(stage, f"the mask of {name!r}")
 
 
 def statistics(network: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

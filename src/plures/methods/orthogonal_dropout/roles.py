@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -169,7 +170,8 @@ def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = Non
     embeddings = [module for module in network.modules() if isinstance(module, EMBEDDINGS)]
     embed = {id(parameter) for module in embeddings for parameter in module.parameters()} - own
     shared = [name for name in names_of_shared(given) if name in names and id(names[name]) not in embed]
-    return shared if shared and not set(shared) & set(of_last) else of_last
+    one_layer = len({name.rpartition(".")[0] for name in shared}) == 1  # more of them are the first part of a network
+    return shared if one_layer and not set(shared) & set(of_last) else of_last
 
 
 def names_of_shared(given: Mapping[str, str] | None) -> list[str]:
@@ -202,7 +204,25 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
     return result
 
 
+def check_pretrained(network: nn.Module) -> None:
+    """Refuse a network whose weights cannot be changed one by one: a quantised one, or one with merged adapters."""
+    check_network(network)
+    for path, module in network.named_modules():
+        if getattr(module, "merged_adapters", None):
+            raise PluresError(
+                f"the adapters of {path!r} are merged into its weights, and would not train: call unmerge_adapter() or "
+                "merge_and_unload() before"
+            )
+        numbers = all(one.dtype in FLOATS for one in module.parameters(recurse=False))
+        if not numbers or getattr(module, "_packed_params", None) is not None:
+            raise PluresError(
+                f"{path!r} is quantised, and single weights of it cannot be changed: take the network in float32, "
+                "bfloat16 or float16"
+            )
+
+
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _splittable_attributes(module: nn.Module) -> tuple[str, ...]:

@@ -35,6 +35,9 @@ class Members(nn.Module):
         self._names = {name: f"owners_{index}" for index, name in enumerate(split.owners())}
         for name, owners in split.owners().items():
             self.register_buffer(self._names[name], owners.clone())
+        self._given = {name: f"given_{index}" for index, name in enumerate(split.given())}
+        for name, value in split.given().items():
+            self.register_buffer(self._given[name], value.clone(), persistent=False)
         self.members = split.members
         self._places = places(network)
         for name, tensor in tensors(network).items():
@@ -45,14 +48,20 @@ class Members(nn.Module):
         """Map each split tensor's name to its owners."""
         return {name: self.get_buffer(buffer) for name, buffer in self._names.items()}
 
-    def member(self, member: int) -> dict[str, Tensor]:
-        """Return the tensors of one member by name: its weights, zero elsewhere, and its private ones."""
-        split = {name: self.split(name) * self._mine(name, member) for name in self._names}
-        return split | self.private.rows(member)
+    def given(self) -> dict[str, Tensor]:
+        """Map each split tensor's name to the values that were given, if members see them."""
+        return {name: self.get_buffer(buffer) for name, buffer in self._given.items()}
 
-    def _mine(self, name: str, member: int) -> Tensor:
+    def member(self, member: int) -> dict[str, Tensor]:
+        """Return the tensors of one member by name: its weights before the background, and its private ones."""
+        return {name: self._part(name, member) for name in self._names} | self.private.rows(member)
+
+    def _part(self, name: str, member: int) -> Tensor:
         weight = self.split(name)
-        return (spread(self.get_buffer(self._names[name]), weight) == member).to(weight.dtype)
+        mine = spread(self.get_buffer(self._names[name]), weight) == member
+        if name in self._given:
+            return torch.where(mine, weight, self.get_buffer(self._given[name]))
+        return weight * mine.to(weight.dtype)
 
     @torch.no_grad()
     def exchange(self, share: float, random: torch.Generator, optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +120,7 @@ class Members(nn.Module):
             if place == path or place.startswith(f"{path}."):
                 inner = place.removeprefix(path).lstrip(".")
                 if first in self._names:
-                    own[inner] = self.split(first) * self._mine(first, member)
+                    own[inner] = self._part(first, member)
                 elif (stack := self.private.stack(first)) is not None:
                     own[inner] = stack[member]
         return own
@@ -177,7 +186,8 @@ def write(stage: Stage, split: SplitNetwork, before: Sequence[Mapping[str, Tenso
     if bool(cast(MembersStage, stage).exchanges):
         split.partition.assign(trained.owners())
     values, own = own_tensors(trained.network), own_tensors(split.network)
-    refuse_other_shared(stage, {name: own[name] for name in own if split.roles[name] is Role.SHARED}, values)
+    shared = {name: own[name] for name in own if split.roles[name] is Role.SHARED} | split.given()
+    refuse_other_shared(stage, shared, values | trained.given())
     for name, owners in trained.owners().items():
         if not owners.equal(split.owners()[name].to(owners.device)):
             raise other_start(stage, f"the owners of {name!r}")

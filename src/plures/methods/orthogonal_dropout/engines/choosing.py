@@ -60,7 +60,7 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
         )
     kind = "owned" if faster or "unfolded" not in fits else "unfolded"
     reason = why_unavailable()
-    if reason is not None and os.environ.get("PLURES_NATIVE") != "0":
+    if reason is not None and split.background is None and os.environ.get("PLURES_NATIVE") != "0":
         log.warning("the %s engine predicts, because the faster one is unavailable: %s", kind, reason)
     log.info("engine: %s", kind)
     return kind

@@ -144,8 +144,9 @@ class Engine(Predictor, ABC):
     def _apply(self, fn: Any, recurse: bool = True) -> "Engine":
         if self._comparison is not None:
             split = self._comparison.split
-            for part in (split.network, split.partition, split.private):
-                part._apply(fn)  # type: ignore[no-untyped-call]
+            for part in (split.network, split.partition, split.private, split.background):
+                if part is not None:
+                    part._apply(fn)  # type: ignore[no-untyped-call]
         return super()._apply(fn, recurse)
 
 

@@ -43,7 +43,7 @@ class Parts:
 
     def __init__(self, split: SplitNetwork, pairs: Mapping[str, str]) -> None:
         self.members = split.trained
-        self.owners = split.owners()
+        self.owners, self._given = split.owners(), split.given()
         self.roles = split.roles
         self._first = canonical(split.network)
         self._own = {name: tensor.detach() for name, tensor in own_tensors(split.network).items()}
@@ -95,7 +95,7 @@ class Parts:
             return self._private[index][first]
         if first not in self.owners:
             return self._own[first]
-        part = owned_part(self._own[first], self.owners[first], self.members[index])
+        part = owned_part(self._own[first], self.owners[first], self.members[index], self._given.get(first))
         return part * self._scales[index][name] if name in self._scales[index] else part
 
     def lists(self, weight: str) -> Lists:

@@ -110,6 +110,8 @@ class Owned(Engine):
 def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
     """Return why the native kernels cannot run a network, and what to do; None if they can."""
     instead = 'or use ensemble.engine("unfolded")'
+    if split.background is not None:
+        return f"the owned engine runs members that see zeros, and these see a given network: {instead[3:]}"
     if (unavailable := why_unavailable()) is not None:
         return unavailable
     for name, tensor in own_tensors(split.network).items():

@@ -1,0 +1,303 @@
+"""Disjoint changes to a given network: what members keep, what they change, and the file of the changes."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import networks
+import plures
+from attack.forgery import Forgery
+from networks import images, labels
+from plures import PluresError
+from plures.lab.sharing import from_hub, push_to_hub
+from plures.methods.orthogonal_dropout.file import gaps
+from plures.methods.orthogonal_dropout.masks import spread
+from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from test_together import KINDS
+
+
+def pretrained(make: Callable[..., nn.Module] = networks.resnet, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        network = make().to(dtype)
+        with torch.no_grad():
+            for batch in range(2):
+                network.train()(images(8, batch).to(dtype))  # its batch norms have seen something
+    return network.eval()
+
+
+def train(ensemble: plures.Ensemble, stages: int = 100, dtype: torch.dtype = torch.float32) -> Any:
+    for _, stage in zip(range(stages), ensemble.stages(), strict=False):
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
+        for step in range(2):
+            optimizer.zero_grad()
+            stage(images(8, step).to(dtype), labels(8, step)).backward()
+            optimizer.step()
+        stage.commit()
+    return ensemble
+
+
+@pytest.fixture(scope="module")
+def adapted() -> OrthogonalDropout:
+    ensemble: OrthogonalDropout = train(plures.adapt(pretrained(), 3, share=0.1))
+    return ensemble
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(PluresError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("granularity", ["kernel", "weight"])
+def test_together_and_alone_give_the_same_members(make: Callable[[], nn.Module], granularity: str) -> None:
+    network = pretrained(make, torch.float64)
+    options = {"share": 0.1, "granularity": granularity}
+    alone = train(plures.adapt(network, 3, **options), dtype=torch.float64)
+    together = train(plures.adapt(network, 3, schedule="together", **options), dtype=torch.float64)
+    given = network.state_dict()
+    for member in range(3):
+        ours, theirs = together.checkout(member).state_dict(), alone.checkout(member).state_dict()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11, msg=f"{name} of member {member}")
+        for name, owners in alone.owners.items():
+            mine = (spread(owners, given[name]) == member).expand_as(given[name])
+            assert torch.equal(theirs[name][~mine], given[name][~mine])
+            assert not torch.equal(theirs[name][mine], given[name][mine])
+
+
+def test_a_stage_trains_its_share_alone() -> None:
+    network = pretrained()
+    ensemble = plures.adapt(network, 4, share=0.05)
+    stage = next(ensemble.stages())
+    known = dict(network.named_parameters())
+    whole = sum(known[name].numel() for name in ensemble.owners)
+    private = sum(one.numel() for name, one in known.items() if ensemble.roles[name] == "private")
+    trained = sum(one.numel() for one in stage.parameters() if one.requires_grad)
+    assert trained <= 0.05 * whole + private
+    assert ensemble.roles["classifier.weight"] == ensemble.roles["norm.weight"] == "private"
+
+
+def test_an_untrained_member_answers_as_the_given_network() -> None:
+    network = pretrained()
+    ensemble = plures.adapt(network, 2)
+    for stage in ensemble.stages():
+        assert torch.equal(stage.eval().logits(images()), network(images()))
+        stage.commit()
+    torch.testing.assert_close(ensemble(images()), network(images()).expand(2, -1, -1))
+
+
+def test_engines_and_copies_see_the_given_network(adapted: OrthogonalDropout) -> None:
+    expected = torch.stack([adapted.checkout(member)(images()) for member in range(3)])
+    assert torch.equal(adapted(images()), expected)
+    assert torch.equal(copy.deepcopy(adapted)(images()), expected)
+    engine = adapted.engine()
+    assert engine.kind == "unfolded"
+    torch.testing.assert_close(engine(images()), expected)
+    assert "see a given network: use ensemble.engine" in refused(lambda: adapted.engine("owned"))
+
+
+def test_a_discarded_member_starts_from_the_given_network_again(adapted: OrthogonalDropout) -> None:
+    ensemble = copy.deepcopy(adapted)
+    kept = ensemble.checkout(0).state_dict()
+    ensemble.discard(1)
+    train(ensemble)
+    assert torch.equal(ensemble(images()), adapted(images()))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in ensemble.checkout(0).state_dict().items())
+    assert "leave it out" in refused(lambda: ensemble.discard(1, pretrained()))
+
+
+# --- the file
+
+
+@pytest.mark.parametrize("share", [None, 0.2, 0.02])
+@pytest.mark.parametrize("base", [False, True])
+def test_a_file_of_changes(tmp_path: Path, share: float | None, base: bool) -> None:
+    network, path = pretrained(networks.transformer), tmp_path / "changes.safetensors"
+    ensemble = train(plures.adapt(network, 3, share=share))
+    plures.save(ensemble, path, base=base)
+    reader = networks.transformer(seed=9) if base else network
+    loaded = plures.load(path, reader)
+    assert torch.equal(loaded(images()), ensemble(images()))
+    assert torch.equal(plures.load(path, reader, members=[0, 2])(images()), ensemble(images())[[0, 2]])
+    plures.save(loaded, tmp_path / "again.safetensors", base=base)
+    assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
+    stored = {name.partition("/")[0] for name in Forgery(path).tensors}
+    assert ("given" in stored) is base
+    assert ("owners" in stored) is (share != 0.02)
+
+
+def test_the_file_of_a_small_share_is_small(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        network = nn.Sequential(nn.Embedding(3000, 64), nn.Flatten(), *(nn.Linear(256, 256) for _ in range(3)))
+        network.append(nn.Linear(256, 4))
+    for share, bar in ((0.2, 0.62), (0.02, 0.12)):
+        plures.save(plures.adapt(network, 5, share=share), tmp_path / "untrained.safetensors")
+        ensemble = plures.adapt(network, 5, share=share)
+        for stage in ensemble.stages():
+            stage.commit()
+        plures.save(ensemble, tmp_path / "small.safetensors")
+        size = (tmp_path / "small.safetensors").stat().st_size
+        assert size < bar * ensemble.given.nbytes
+        assert (tmp_path / "untrained.safetensors").stat().st_size < size
+        assert float(repr(ensemble).split()[-5]) == pytest.approx(size / ensemble.given.nbytes, abs=0.02)
+
+
+def test_half_precision_keeps_changes_that_are_smaller_than_a_bit(tmp_path: Path) -> None:
+    network, path = pretrained(networks.mlp), tmp_path / "half.safetensors"
+    ensemble = plures.adapt(network, 2, share=0.2)
+    for stage in ensemble.stages():
+        with torch.no_grad():
+            stage.get_parameter("network.1.parametrizations.weight.original").add_(1e-5)
+        stage.commit()
+    plures.save(ensemble, path, dtype=torch.bfloat16)
+    loaded = plures.load(path, network)
+    for member in range(2):
+        wanted, found = (one.checkout(member).get_parameter("1.weight") for one in (ensemble, loaded))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-7)
+        assert not torch.equal(found, network.get_parameter("1.weight"))
+
+
+def test_another_base_is_refused(adapted: OrthogonalDropout, tmp_path: Path) -> None:
+    path, other = tmp_path / "changes.safetensors", pretrained()
+    plures.save(adapted, path)
+    with torch.no_grad():
+        other.get_parameter("classifier.weight").add_(1)  # a new head is made at random, and every member has its own
+    assert torch.equal(plures.load(path, other)(images()), adapted(images()))
+    with torch.no_grad():
+        other.get_parameter("blocks.1.conv1.weight")[0, 0, 0, 0] += 1
+    assert "another network: 'blocks.1.conv1.weight' differs" in refused(lambda: plures.load(path, other))
+    assert "in float32, and 'stem.weight' is in bfloat16" in refused(
+        lambda: plures.load(path, pretrained().to(torch.bfloat16))
+    )
+
+
+def test_a_half_trained_file_goes_on(tmp_path: Path, adapted: OrthogonalDropout) -> None:
+    ensemble = train(plures.adapt(pretrained(), 3, share=0.1), stages=1)
+    plures.save(ensemble, tmp_path / "part.safetensors")
+    loaded = plures.load(tmp_path / "part.safetensors", pretrained())
+    assert loaded.trained == [0]
+    assert torch.equal(train(loaded)(images()), adapted(images()))
+
+
+def test_forged_changes_are_refused(adapted: OrthogonalDropout, tmp_path: Path) -> None:
+    path = tmp_path / "changes.safetensors"
+    plures.save(adapted, path)
+    name = "blocks.0.conv1.weight"
+    place = f"places 1/{name}"
+
+    def load(change: Callable[[Forgery], None]) -> str:
+        forged = Forgery(path)
+        change(forged)
+        (tmp_path / "forged.safetensors").write_bytes(forged.file())
+        return refused(lambda: plures.load(tmp_path / "forged.safetensors", pretrained()))
+
+    def put(name: str, value: Tensor) -> Callable[[Forgery], None]:
+        return lambda forged: forged.tensors.__setitem__(name, value)
+
+    count = len(Forgery(path).tensors[place])
+    assert "is of shape [1]" in load(put(place, torch.zeros(1, dtype=torch.uint8)))
+    assert "is of shape [1000000]" in load(put(place, torch.zeros(10**6, dtype=torch.uint8)))
+    assert "does not have" in load(put(place, torch.full((count,), 254, dtype=torch.uint8)))
+    assert "dtype" in load(put(place, torch.zeros(count)))
+    assert "another member owns" in load(put(place, Forgery(path).tensors[f"places 0/{name}"]))
+    assert "share=0.9" in load(lambda forged: forged.document["options"].update(share=0.9))
+    assert "share=" in load(lambda forged: forged.document["options"].update(share="x"))
+    assert "background=" in load(lambda forged: forged.document["options"].update(background="x"))
+    assert "cannot be read" in load(lambda forged: forged.document["state"].update(base={}))
+    assert "is missing" in load(put(f"given/{name}", torch.zeros(16, 16, 3, 3)))
+
+
+def test_gaps_longer_than_a_byte() -> None:
+    mask = torch.zeros(2000, dtype=torch.bool)
+    mask[[3, 258, 259, 514, 1999]] = True
+    assert gaps(mask).tolist() == [3, 254, 0, 254, *[255] * 5, 209]
+
+
+# --- other doors
+
+
+def test_hub_and_export(adapted: OrthogonalDropout, tmp_path: Path) -> None:
+    push_to_hub(adapted, tmp_path / "hub")
+    assert torch.equal(from_hub(tmp_path / "hub", pretrained())(images()), adapted(images()))
+    assert "differs" in refused(lambda: from_hub(tmp_path / "hub", networks.resnet(seed=9)))
+    ensemble = train(plures.adapt(networks.mlp(), 2))
+    plures.export(ensemble, tmp_path / "birds.pt2", images())
+    program = torch.export.load(tmp_path / "birds.pt2").module()
+    torch.testing.assert_close(program(images())["members"], ensemble.predict(images()).members)
+
+
+def test_only_the_last_blocks_change() -> None:
+    network = pretrained()
+    ensemble = plures.adapt(network, 2, last=1, share=0.1)
+    roles = ensemble.roles
+    assert {roles[name] for name in roles if name.startswith(("stem", "norm", "blocks.0"))} == {plures.Role.SHARED}
+    assert (roles["blocks.1.conv1.weight"], roles["classifier.bias"]) == ("split", "private")
+    assert roles == plures.adapt(network, 2, last="blocks.1", share=0.1).roles
+    assert roles == plures.adapt(network, 2, last="*.1", share=0.1).roles
+    train(ensemble)  # statistics of shared batch norms stay as they are
+    kept, given = ensemble.checkout(0).state_dict(), network.state_dict()
+    assert all(torch.equal(kept[name], given[name]) for name, role in roles.items() if role == "shared")
+    with pytest.raises(PluresError, match="last=3; use a whole number, from 1 to 2"):
+        plures.adapt(network, 2, last=3)
+    with pytest.raises(PluresError, match="there is no module for last= 'block.1'.*did you mean blocks.1"):
+        plures.adapt(network, 2, last="block.1")
+
+
+def test_embeddings_are_shared_and_what_is_too_small_for_a_share_is_private() -> None:
+    network = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 64), nn.Linear(64, 2), nn.Linear(2, 8))
+    roles = plures.adapt(network.append(nn.Linear(8, 3)), 5, share=0.05).roles
+    assert roles["0.weight"] == "shared"
+    assert (roles["2.weight"], roles["4.weight"], roles["5.weight"]) == ("split", "private", "private")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 0.3}, "more than there is: take at most 1/members"),
+        ({"share": 0}, "share=0; use a number above 0"),
+        ({"share": 1e-6}, "of the 24576 kernels of '1.weight' is none: take at least 4.1e-05"),
+        ({"optimize_masks": True}, "own weights at random: no optimize_masks=True"),
+        ({"init": "fresh"}, "start from it and own weights at random: no init='fresh'"),
+        ({"last": 1, "roles": {}}, "give one of them"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    assert message in refused(lambda: plures.adapt(networks.mlp(), 5, **options))
+
+
+def test_a_share_needs_a_background() -> None:
+    assert "needs background='given'" in refused(lambda: OrthogonalDropout(networks.mlp(), 5, share=0.1))
+
+
+def test_quantised_networks_and_merged_adapters_are_refused() -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+
+    quantised = nn.Sequential(nn.Linear(4, 4), Quantised(), nn.Linear(4, 2))
+    assert "'1' is quantised" in refused(lambda: plures.adapt(quantised))
+    merged = networks.mlp()
+    merged.get_submodule("3").merged_adapters = ["default"]  # type: ignore[assignment]
+    assert "adapters of '3' are merged" in refused(lambda: plures.adapt(merged))
+
+
+def test_split_warns_of_a_network_that_was_trained(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "plures")
+    plures.split(networks.resnet(), 2)
+    plures.split(pretrained(), 2, init="given")
+    assert "plures.adapt" not in caplog.text
+    plures.split(pretrained(), 2)
+    assert "have seen 2 batches, and splitting it draws new weights: plures.adapt(network) keeps" in caplog.text
+    loaded = networks.transformers_vit()
+    loaded.config.name_or_path = "google/vit"  # type: ignore[union-attr]
+    plures.split(loaded, 2)
+    assert "was loaded from google/vit" in caplog.text
