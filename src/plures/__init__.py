@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from plures.answers import Prediction, Regression
     from plures.ensemble import Ensemble
     from plures.exporting.exported import Exported, export
-    from plures.lab.sharing import from_hub as from_hub
-    from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.lab.training.fit import fit as fit
     from plures.losses import CrossEntropy, GaussianNLL
     from plures.methods.batch_ensemble import BatchEnsemble
@@ -44,8 +42,7 @@ _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
     "plures.ensemble": ("Ensemble",),
     "plures.exporting.exported": ("Exported", "export"),
-    "plures.lab.sharing": ("from_hub", "push_to_hub"),  # needs the extra [lab], as does the next one
-    "plures.lab.training.fit": ("fit",),
+    "plures.lab.training.fit": ("fit",),  # needs the extra [lab]
     "plures.losses": ("CrossEntropy", "GaussianNLL"),
     "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
     "plures.methods.orthogonal_dropout.masks": ("Keep", "TopK"),
@@ -109,4 +106,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "fit", "from_hub", "push_to_hub"]
+    return [*__all__, "fit"]
