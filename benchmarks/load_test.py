@@ -49,8 +49,8 @@ def server(pipe: Connection, width: int) -> None:
     from plures.lab.models import build
     from plures.lab.recipes import get_recipe
     from plures.lab.runs.open import Run
+    from plures.lab.serving import Limits
     from plures.lab.serving.app import server_for
-    from plures.lab.serving.requests import Limits
 
     torch.manual_seed(0)
     ensemble = plures.OrthogonalDropout(build("resnet18", 10, 3, width=width), members=5, optimize_masks=False)

@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image
 
 from plures.lab.runs.open import open_run
+from plures.lab.serving import Limits
 from plures.lab.serving.app import server_for
-from plures.lab.serving.requests import Limits
 
 Answer = tuple[int, Any]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import plures
 from plures import PluresError, metrics
 from plures.calibration import ClassCalibration, _rising
+from trust_promises import on_demand
 
 CLASSES, FEATURES = 5, 6
 NETWORK = "torch.nn.Sequential(torch.nn.Linear(6, 24), torch.nn.ReLU(), torch.nn.Linear(24, 5))"
@@ -107,7 +108,7 @@ def test_repr_says_that_it_is_calibrated(ensemble) -> None:
 def answers(ensemble: plures.Ensemble, inputs: Tensor) -> list[Tensor]:
     """All that a calibrated ensemble says."""
     prediction = ensemble.predict(inputs)
-    sets = [prediction.sets(0.9), prediction.sets(0.9, adaptive=True, penalty=0.1)]
+    sets = [prediction.sets(0.9), prediction.sets(0.9, adaptive=True)]
     some = ensemble.predict(inputs, until=0.9)
     return [prediction.probabilities, prediction.abstain(risk=0.3).label, *sets, some.probabilities, some.members_used]
 
@@ -153,7 +154,7 @@ def test_engines_keep_the_calibration(ensemble) -> None:
 # --- promises
 
 
-@pytest.mark.parametrize("options", [{}, {"adaptive": True}, {"adaptive": True, "penalty": 0.05, "free": 2}])
+@pytest.mark.parametrize("options", [{}, {"adaptive": True}])
 def test_sets_cover_as_often_as_asked(ensemble, options) -> None:
     everything = clusters(1500, seed=4)
     found, sizes = [], []
@@ -224,8 +225,6 @@ def test_promises_need_held_out_data_and_enough_of_it(ensemble) -> None:
     for coverage in (0, 1, -0.5, math.nan):
         with pytest.raises(PluresError, match="^coverage=.*; use a number between 0 and 1$"):
             prediction.sets(coverage)
-    with pytest.raises(PluresError, match="^penalty and free shape adaptive sets only: say adaptive=True"):
-        prediction.sets(0.9, penalty=0.1)
     with pytest.raises(PluresError, match="^risk=2; use a number between 0 and 1$"):
         prediction.abstain(2)
 
@@ -284,7 +283,7 @@ def test_at_least_the_share_until_of_early_answers_is_what_all_members_say(membe
 
     calibration = ClassCalibration.fit(*drawn(1000, seed=0))
     others, _ = drawn(20_000, seed=1)
-    probabilities, used = calibration.on_demand(others, until)
+    probabilities, used = on_demand(calibration, others, until)
     early = used < members
     same = probabilities.argmax(1) == others.mean(0).argmax(1)
     assert float(same[early].double().mean()) >= until
@@ -294,7 +293,7 @@ def test_at_least_the_share_until_of_early_answers_is_what_all_members_say(membe
 def test_what_members_on_demand_would_answer_is_what_they_answer(ensemble) -> None:
     ensemble.calibrate(*HELD_OUT)
     some = ensemble.predict(TEST[0], until=0.9)
-    probabilities, used = ensemble.calibration.on_demand(ensemble.predict(TEST[0]).members, until=0.9)
+    probabilities, used = on_demand(ensemble.calibration, ensemble.predict(TEST[0]).members, until=0.9)
     assert torch.equal(used, some.members_used)
     torch.testing.assert_close(probabilities, some.probabilities)
 

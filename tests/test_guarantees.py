@@ -66,7 +66,7 @@ def test_least_ambiguous_sets_are_those_of_mapie(coverage: float) -> None:
     assert np.array_equal((ambiguity_scores(new) <= limit).numpy(), sets[:, :, 0])
 
 
-@pytest.mark.parametrize("scores", [ambiguity_scores, adaptive_scores, lambda p: adaptive_scores(p, 0.1, 2)])
+@pytest.mark.parametrize("scores", [ambiguity_scores, adaptive_scores])
 @pytest.mark.parametrize("coverage", [0.8, 0.9, 0.95])
 def test_sets_of_every_score_are_those_of_crepes(scores, coverage: float) -> None:
     held_out, targets = classified(0, 300)
@@ -80,14 +80,12 @@ def test_sets_of_every_score_are_those_of_crepes(scores, coverage: float) -> Non
 
 def test_adaptive_scores_are_what_mapie_sums_up_to_the_class_before() -> None:
     probabilities, targets = classified(2, 100)
-    up_to, rank = APSConformityScore.get_true_label_cumsum_proba(targets, probabilities, np.arange(6))
+    up_to, _ = APSConformityScore.get_true_label_cumsum_proba(targets, probabilities, np.arange(6))
     own = up_to[:, 0] - np.take_along_axis(probabilities, targets[:, None], 1)[:, 0]
     assert of_targets(adaptive_scores(probabilities), targets).numpy() == pytest.approx(own, abs=1e-12)
-    penalised = of_targets(adaptive_scores(probabilities, penalty=0.3, free=2), targets).numpy()
-    assert penalised == pytest.approx(own + 0.3 * np.maximum(rank - 2, 0), abs=1e-12)
 
 
-@pytest.mark.parametrize("scores", [ambiguity_scores, adaptive_scores, lambda p: adaptive_scores(p, 0.05, 2)])
+@pytest.mark.parametrize("scores", [ambiguity_scores, adaptive_scores])
 def test_sets_cover_as_asked_over_random_splits(scores) -> None:
     probabilities, targets = classified(3, 2000)
     every, own = scores(probabilities), of_targets(scores(probabilities), targets)
@@ -101,10 +99,10 @@ def test_sets_cover_as_asked_over_random_splits(scores) -> None:
     assert all(abs(one - 0.9) < 4 * 0.0155 for one in found)
 
 
-@given(st.integers(0, 2**31), st.floats(0.5, 0.99), st.floats(0, 0.5), st.integers(1, 4))
-def test_adaptive_sets_hold_the_most_probable_class_and_a_penalty_never_adds_ranks(seed, coverage, penalty, free):
+@given(st.integers(0, 2**31), st.floats(0.5, 0.99))
+def test_adaptive_sets_hold_the_most_probable_class_and_no_class_without_those_before_it(seed, coverage):
     held_out, targets = classified(seed, 120)
-    scores = adaptive_scores(held_out, penalty, free)
+    scores = adaptive_scores(held_out)
     sets = scores <= quantile(of_targets(scores, targets), coverage)
     most = torch.from_numpy(held_out).argmax(1)
     assert bool(sets.gather(1, most[:, None]).all())

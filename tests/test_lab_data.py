@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import numpy as np
 import pyarrow as pa
@@ -196,23 +195,23 @@ def test_without_test_images_a_fifth_is_held_out_always_the_same(tmp_path, caplo
         open_data(str(tmp_path / "single"))
 
 
-def test_hub_data_are_loaded_once(monkeypatch):
+def test_hub_data_are_downloaded_once(tmp_path, monkeypatch):
     calls = []
 
-    def load_dataset(hub_id, configuration):
-        calls.append((hub_id, configuration))
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
-        rows = {"image": [{"bytes": p, "path": None} for p in random_images(300, 4, 4, 3)], "label": [0, 1] * 150}
-        return datasets.DatasetDict({split: datasets.Dataset.from_dict(rows, features) for split in ("train", "test")})
+    def snapshot_download(hub_id, *, repo_type, allow_patterns, **_):
+        calls.append((hub_id, repo_type, allow_patterns))
+        (tmp_path / "cropped_digits").mkdir()
+        for split in ("train", "test"):
+            file = tmp_path / "cropped_digits" / f"{split}-00000-of-00001.parquet"
+            write_parquet(file, random_images(300, 4, 4, 3), [0, 1] * 150, names=["no", "yes"])
+        return str(tmp_path)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *args, **options: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     data = open_data("svhn")
-    assert set(calls) == {("ufldl-stanford/svhn", "cropped_digits")}
+    assert calls == [("ufldl-stanford/svhn", "dataset", "cropped_digits*.parquet")]
     assert (list(data.info.classes), len(data.test), data.test.labels[:3].tolist()) == (["no", "yes"], 300, [0, 1, 0])
-    calls.clear()
     assert open_data("svhn").fingerprint == data.fingerprint
-    assert calls == []
+    assert len(calls) == 1
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def test_without_network_one_sentence_says_where_to_put_the_data(tmp_path, monke
     def unreachable(*args, **options):
         raise OSError("Name or service not known\nand much more noise")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(PluresError) as caught:
         open_data("cifar10", data_dir=tmp_path / "mine")
     message = str(caught.value)
@@ -442,7 +441,7 @@ def cache_files(tmp_path):
 
 def test_warm_cache_does_not_read_the_source_again(bugs, tmp_path, monkeypatch):
     first = open_data("bugs", data_dir=bugs)
-    monkeypatch.setattr("plures.lab.data.arrow.parquet_table", lambda file: pytest.fail("read again"))
+    monkeypatch.setattr("plures.lab.data.parquet.ParquetTable", lambda file: pytest.fail("read again"))
     assert open_data("bugs", data_dir=bugs).fingerprint == first.fingerprint
 
 

@@ -25,8 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.runs.open import open_run
+from plures.lab.serving import Limits
 from plures.lab.serving.app import Batcher, serve
-from plures.lab.serving.requests import Limits, Refused
+from plures.lab.serving.requests import Refused
 from plures.storage import save
 from served import bad_requests, form, png, post, post_json, request, serving
 
@@ -43,7 +44,7 @@ def image(seed):
 
 @pytest.fixture(scope="module")
 def port():
-    with serving(RUN, Limits(bytes=2**20, read=600)) as port:
+    with serving(RUN, Limits(max_bytes=2**20, read=600)) as port:
         yield port
 
 
@@ -262,7 +263,7 @@ def test_a_network_that_fails_once_answers_the_next_batch():
 
 
 def test_limits_are_checked():
-    for wrong in ({"bytes": 0}, {"queue": 1.5}, {"wait": -1}, {"read": 0}):
+    for wrong in ({"max_bytes": 0}, {"queue": 1.5}, {"wait": -1}, {"read": 0}):
         with pytest.raises(PluresError, match=next(iter(wrong))):
             Limits(**wrong)
 

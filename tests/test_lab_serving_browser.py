@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from browser import Browser, needed, opened
-from plures.lab.serving.requests import Limits
+from plures.lab.serving import Limits
 from served import png, serving
 
 pytestmark = needed

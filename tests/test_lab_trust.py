@@ -17,7 +17,7 @@ from plures.lab.compare.table import columns
 from plures.lab.evaluation.evaluate import evenly, predictions
 from plures.lab.evaluation.trust import among_strangers, at_home, kept_trust, measured_trust
 from plures.lab.runs.open import open_run
-from trust_promises import promises
+from trust_promises import on_demand, promises
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--epochs.train", "4", "--epochs.pretrain", "2", "--epochs.prune", "1", "--epochs.finetune", "2"]
@@ -147,7 +147,7 @@ def test_what_is_measured_at_home_is_what_the_metrics_say() -> None:
     assert found["risk_coverage"]["risk"][-1] == pytest.approx(1 - found["home"]["accuracy"])
     assert found["calibrated"]["nll"] <= found["home"]["nll"]
     assert all(one["covered"] >= 0.9 for one in found["sets"])
-    probabilities, used = calibration.on_demand(members, 0.95)
+    probabilities, used = on_demand(calibration, members, 0.95)
     row = next(one for one in found["on_demand"] if one["until"] == 0.95)
     assert row["members"] == pytest.approx(float(used.double().mean()))
     assert row["accuracy"] == metrics.accuracy(probabilities, targets)

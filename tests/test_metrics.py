@@ -170,7 +170,6 @@ def test_agreement_by_hand():
     members, targets = right_and_wrong([[1, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 0]])
     assert metrics.agreement(members, targets) == pytest.approx(11 / 35)
     assert metrics.member_accuracies(members, targets) == [0.75, 0.5, 0.5]
-    assert metrics.disagreement(members).tolist() == [[0, 0.25, 0.25], [0.25, 0, 0.5], [0.25, 0.5, 0]]
 
 
 @pytest.mark.parametrize(
@@ -196,9 +195,6 @@ def test_agreement_of_one_member_is_nan(rows):
 def test_member_figures_equal_those_of_each_member_alone(seed):
     members, targets = random_case(seed, samples=50, classes=4, members=6)
     assert metrics.member_accuracies(members, targets) == [metrics.accuracy(one, targets) for one in members]
-    labels = members.argmax(-1)
-    expected = [[(a != b).mean() for b in labels] for a in labels]
-    np.testing.assert_allclose(metrics.disagreement(members), expected)
 
 
 # --- uncertainty
@@ -450,10 +446,6 @@ WRONG_CALLS = {
         lambda: metrics.member_accuracies(MEMBERS, LABELS[:1]),
         "targets of shape (1,) must have one entry for each sample of members of shape (2, 2, 2).",
     ),
-    "disagreement": (
-        lambda: metrics.disagreement(2 * MEMBERS),
-        f"members of shape (2, 2, 2) has a row that sums to 2, not 1: {LOGITS}",
-    ),
     "uncertainty": (
         lambda: metrics.uncertainty(MEMBERS - 1),
         f"members of shape (2, 2, 2) has the negative entry -0.9: {LOGITS}",
@@ -506,7 +498,6 @@ def test_dense_answers_count_every_labelled_place_as_a_sample():
     for metric in ON_TARGETS:
         assert metric(members.mean(0), places) == pytest.approx(metric(flat.mean(0), targets), rel=1e-12)
     assert metrics.agreement(members, places) == pytest.approx(metrics.agreement(flat, targets))
-    assert torch.equal(metrics.disagreement(members), metrics.disagreement(flat))
     assert torch.allclose(metrics.uncertainty(members).epistemic.flatten(), metrics.uncertainty(flat).epistemic)
     warm = metrics.tempered(members, 2.0, axis=2)
     assert torch.allclose(warm.movedim(2, -1).reshape(3, 24, 5), metrics.tempered(flat, 2.0))

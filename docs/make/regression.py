@@ -3,6 +3,7 @@
 python docs/make/regression.py
 """
 
+import math
 import re
 import statistics
 from pathlib import Path
@@ -106,8 +107,15 @@ def measured(mean: Tensor, std: Tensor, targets: Tensor) -> list[float]:
     return [
         metrics.rmse(mean, targets),
         metrics.gaussian_nll(mean, std, targets),
-        metrics.gaussian_crps(mean, std, targets),
+        gaussian_crps(mean, std, targets),
     ]
+
+
+def gaussian_crps(mean: Tensor, std: Tensor, targets: Tensor) -> float:
+    """Return the continuous ranked probability score of normal distributions (Gneiting and Raftery, 2007)."""
+    ratio, normal = (targets - mean) / std, torch.distributions.Normal(0.0, 1.0)
+    score = ratio * (2 * normal.cdf(ratio) - 1) + 2 * normal.log_prob(ratio).exp() - 1 / math.sqrt(math.pi)
+    return float((std * score).mean())
 
 
 def spread(values: list[float], digits: int = 3) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plures import PluresError, metrics
@@ -58,7 +59,7 @@ def promises(calibration: ClassCalibration, members: Tensor, targets: Tensor) ->
 
 
 def _sets(calibration: ClassCalibration, mean: Tensor, targets: Tensor, adaptive: bool) -> dict[str, Any]:
-    sets = calibration.sets(mean, COVERAGE, adaptive, penalty=0.0, free=1)
+    sets = calibration.sets(mean, COVERAGE, adaptive)
     covered = float(sets.gather(1, targets[:, None]).double().mean())
     return {"asked": COVERAGE, "covered": covered, "size": float(sets.sum(1).double().mean())}
 
@@ -75,8 +76,23 @@ def _bounded(calibration: ClassCalibration, mean: Tensor, targets: Tensor, risk:
     return {"risk": risk, "answered": float(given.double().mean()), "wrong": wrong}
 
 
+def on_demand(calibration: ClassCalibration, members: Tensor, until: float) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of members on demand, [batch, classes], and the number of members run, [batch].
+
+    All members have predicted already: this evaluates the rule, and saves no passes.
+    """
+    used, margins = torch.full(members.shape[1:2], len(members)), calibration.margins(until)
+    for count in range(len(members) - 1, 0, -1):
+        first, second = members[:count].mean(0).topk(2, dim=1).values.unbind(1)
+        used[first - second >= margins[count - 1]] = count
+    probabilities = torch.empty_like(members[0])
+    for count in sorted(set(used.tolist())):
+        probabilities[used == count] = calibration.probabilities(members[:count, used == count])
+    return probabilities, used
+
+
 def _on_demand(calibration: ClassCalibration, members: Tensor, targets: Tensor, until: float) -> dict[str, float]:
-    probabilities, used = calibration.on_demand(members, until)
+    probabilities, used = on_demand(calibration, members, until)
     label, whole = probabilities.argmax(1), calibration.probabilities(members).argmax(1)
     early = used < len(members)
     return {

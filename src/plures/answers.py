@@ -54,7 +54,7 @@ class Prediction:
         """[B]: whether the ensemble abstains."""
         return self.label == ABSTAINED
 
-    def sets(self, coverage: float = 0.9, *, adaptive: bool = False, penalty: float = 0.0, free: int = 1) -> Tensor:
+    def sets(self, coverage: float = 0.9, *, adaptive: bool = False) -> Tensor:
         """Return a set of classes for each sample, [B, C] of booleans, with the given coverage.
 
             prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
@@ -62,12 +62,9 @@ class Prediction:
 
         Conformal prediction: the guarantee holds for every network, on average over samples from the distribution of
         the held-out samples. The default sets are the smallest on average, and may be empty. `adaptive` sets grow with
-        the difficulty of the sample and always contain the most probable class. A `penalty` for every class after the
-        first `free` ones keeps adaptive sets small (see `plures.guarantees`).
+        the difficulty of the sample and always contain the most probable class.
         """
-        if not adaptive and (penalty, free) != (0.0, 1):
-            raise PluresError("penalty and free shape adaptive sets only: say adaptive=True, or leave them out")
-        return self._calibrated("sets").sets(self._whole("sets"), coverage, adaptive, penalty, free)
+        return self._calibrated("sets").sets(self._whole("sets"), coverage, adaptive)
 
     def abstain(self, risk: float, *, delta: float = 0.05) -> "Prediction":
         """Abstain (label -1) so often that at most a share `risk` of the remaining labels is wrong.

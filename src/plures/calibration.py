@@ -100,32 +100,17 @@ class ClassCalibration:
         """Average and calibrate the probabilities of the first members, [members or fewer, batch, classes, ...]."""
         return soften(members.mean(0), self.constants[len(members) - 1], axis=1)
 
-    def sets(self, probabilities: Tensor, coverage: float, adaptive: bool, penalty: float, free: int) -> Tensor:
+    def sets(self, probabilities: Tensor, coverage: float, adaptive: bool) -> Tensor:
         """Return the classes in each sample's set, [batch, classes] of booleans, from uncalibrated probabilities."""
         self._need_samples("sets of classes")
         if not adaptive:
             return ambiguity_scores(probabilities) <= quantile(1 - self.probability.double(), coverage)
-        held_out = self.before + penalty * (self.rank - free).clamp_min(0)
-        return adaptive_scores(probabilities, penalty, free) <= quantile(held_out, coverage).to(probabilities.device)
+        return adaptive_scores(probabilities) <= quantile(self.before, coverage).to(probabilities.device)
 
     def selection(self, risk: float, delta: float) -> Selection:
         """Return the confidence threshold above which the error rate is at most `risk`."""
         self._need_samples("answers with a bounded risk")
         return select(self.confidence, self.rank == 1, risk, delta)
-
-    def on_demand(self, members: Tensor, until: float) -> tuple[Tensor, Tensor]:
-        """Return the probabilities of members on demand, [batch, classes], and the number of members run, [batch].
-
-        All members have predicted already: this evaluates the rule, and saves no passes.
-        """
-        used = torch.full(members.shape[1:2], len(members))
-        for count in range(len(members) - 1, 0, -1):
-            first, second = members[:count].mean(0).topk(2, dim=1).values.unbind(1)
-            used[first - second >= self.margins(until)[count - 1]] = count
-        probabilities = torch.empty_like(members[0])
-        for count in sorted(set(used.tolist())):
-            probabilities[used == count] = self.probabilities(members[:count, used == count])
-        return probabilities, used
 
     def margins(self, until: float) -> list[float]:
         """Return the margins after 1, 2, ... members with which a share `until` of the labels stays the same."""

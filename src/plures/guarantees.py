@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plures.arrays import Array, distributions, numbers, tensor
-from plures.checks import number, whole_number
+from plures.checks import number
 from plures.errors import PluresError
 
 
@@ -73,23 +73,19 @@ def ambiguity_scores(probabilities: Array) -> Tensor:
     return 1 - distributions("probabilities", probabilities, rank=2).double()
 
 
-def adaptive_scores(probabilities: Array, penalty: float = 0.0, free: int = 1) -> Tensor:
+def adaptive_scores(probabilities: Array) -> Tensor:
     """Score every class by the probability of all classes before it; sets from this score grow with the difficulty.
 
-    >>> adaptive_scores(torch.tensor([[0.25, 0.75]]), penalty=0.5)
-    tensor([[1.2500, 0.0000]], dtype=torch.float64)
+    >>> adaptive_scores(torch.tensor([[0.25, 0.75]]))
+    tensor([[0.7500, 0.0000]], dtype=torch.float64)
 
     The adaptive sets of Romano, Sesia and Candes (2020) without their random number: the most probable class always
-    belongs to the set. A `penalty` is added for every class after the first `free` ones, which keeps sets
-    small (Angelopoulos and others, 2021).
+    belongs to the set.
     """
-    number("penalty", penalty, "a number of 0 or more", above=-math.ulp(0.0))
-    whole_number("free", free)
     values = distributions("probabilities", probabilities, rank=2).double()
     ordered, classes = values.sort(dim=1, descending=True, stable=True)
     before = ordered.cumsum(dim=1) - ordered
-    ranks = torch.arange(1, values.shape[1] + 1, dtype=values.dtype, device=values.device)
-    return torch.empty_like(values).scatter_(1, classes, before.clamp_min(0) + penalty * (ranks - free).clamp_min(0))
+    return torch.empty_like(values).scatter_(1, classes, before.clamp_min(0))
 
 
 def of_targets(scores: Tensor, targets: Array) -> Tensor:

@@ -290,17 +290,6 @@ def agreement(members: Array, targets: Array) -> float:
     return 1 - split / (samples * (size - 1) * mean * (1 - mean))
 
 
-def disagreement(members: Array) -> Tensor:
-    """Return, for each pair of members, the fraction of samples that they label differently.
-
-    >>> disagreement(torch.tensor([[[0.9, 0.1]], [[0.3, 0.7]]]))
-    tensor([[0., 1.],
-            [1., 0.]], dtype=torch.float64)
-    """
-    labels = distributions("members", members, rank=3, dense=True).detach().cpu().argmax(dim=-1).flatten(1)
-    return torch.stack([(labels != one).double().mean(dim=1) for one in labels])
-
-
 def rmse(mean: Array, targets: Array) -> float:
     """Return the root of the mean squared error, over all samples and outputs.
 
@@ -320,33 +309,17 @@ def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
     If `mean` and `std` have a further axis in front, [members, samples, ...], it is that of the mixture of the members'
     distributions, which is never above the mean of the members' own.
     """
-    found, spreads, true = _mixture(mean, std, targets)
+    given, true = numbers("mean", mean, rank=None), numbers("targets", targets, rank=None)
+    mixture = given.shape[1:] == true.shape
+    found, spreads, true = _alike(mean=given, std=std, targets=true.expand_as(given) if mixture else true)
+    if not mixture:
+        found, spreads, true = found[None], spreads[None], true[None]
     lowest = float(spreads.min())
     if lowest <= 0:
         raise PluresError(f"std has the entry {lowest:.4g}: a likelihood needs standard deviations above 0.")
     normal = torch.distributions.Normal(found, spreads, validate_args=False)
     density = normal.log_prob(true)  # type: ignore[no-untyped-call]
     return float(-(density.logsumexp(dim=0) - math.log(len(found))).mean())
-
-
-def gaussian_crps(mean: Array, std: Array, targets: Array) -> float:
-    """Return the continuous ranked probability score of one normal distribution each, in the unit of the targets.
-
-    >>> round(gaussian_crps(torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0])), 4)
-    0.2337
-
-    A standard deviation of 0 is allowed: the score is then the absolute error. Members in front make a mixture, as in
-    `gaussian_nll`. Exact, without sampling (Grimit and others, 2006): the expected distance to the target, minus half
-    the expected distance between two draws.
-    """
-    found, spreads, true = _mixture(mean, std, targets)
-    to_target = _expected_distance(found - true, spreads).mean(dim=0)
-    # One member against all others at a time: all pairs at once would take members times the memory.
-    pairs = [
-        _expected_distance(found - one, (spreads**2 + own**2).sqrt()) for one, own in zip(found, spreads, strict=True)
-    ]
-    between = sum(pair.mean(dim=0) for pair in pairs) / len(found)
-    return float((to_target - between / 2).mean())
 
 
 def interval_coverage(lower: Array, upper: Array, targets: Array) -> float:
@@ -359,24 +332,6 @@ def interval_coverage(lower: Array, upper: Array, targets: Array) -> float:
     return float(((low <= true) & (true <= high)).double().mean())
 
 
-def interval_width(lower: Array, upper: Array) -> float:
-    """Return the mean width of the intervals, in the unit of the targets.
-
-    >>> interval_width(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 2.0]))
-    1.5
-    """
-    low, high = _alike(lower=lower, upper=upper)
-    return float((high - low).mean())
-
-
-def _expected_distance(mean: Tensor, std: Tensor) -> Tensor:
-    """Return E|x| of normal x; |mean| if the standard deviation is 0."""
-    ratio = mean / torch.where(std > 0, std, 1)
-    density = torch.exp(-0.5 * ratio.square()) / math.sqrt(2 * math.pi)
-    spread = 2 * std * density + mean * torch.erf(ratio / math.sqrt(2))
-    return torch.where(std > 0, spread, mean.abs())
-
-
 def _alike(**arrays: Array) -> list[Tensor]:
     """Check numbers of one shape, as float64 on the CPU."""
     checked = {name: numbers(name, values, rank=None).detach().cpu().double() for name, values in arrays.items()}
@@ -386,14 +341,4 @@ def _alike(**arrays: Array) -> list[Tensor]:
             raise PluresError(
                 f"{name} of shape {tuple(values.shape)} must have the shape of {first}, {tuple(like.shape)}."
             )
-    if "std" in checked and float(checked["std"].min()) < 0:
-        raise PluresError(f"std has the negative entry {float(checked['std'].min()):.4g}.")
     return list(checked.values())
-
-
-def _mixture(mean: Array, std: Array, targets: Array) -> list[Tensor]:
-    """Check normal distributions of members, [members, samples, ...]; without members, one is put in front."""
-    found, true = numbers("mean", mean, rank=None), numbers("targets", targets, rank=None)
-    together = found.shape[1:] == true.shape
-    checked = _alike(mean=found, std=std, targets=true.expand_as(found) if together else true)
-    return checked if together else [one[None] for one in checked]

@@ -1,6 +1,5 @@
 """Import what commands import when they need it: children that are forked afterwards have it at once."""
 
-import datasets  # noqa: F401
 import huggingface_hub  # noqa: F401
 import torch
 

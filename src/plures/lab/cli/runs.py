@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 from plures.checks import whole_number
 from plures.errors import PluresError, visible
 from plures.lab.cli.shared import Command, DataDir, Json, RunPath, Switch, TrustCode, print_json
+from plures.lab.serving import Limits
 
 
 @dataclass(frozen=True)
@@ -193,18 +194,7 @@ class Serve(Command):
     """The address to listen on; 0.0.0.0 opens it to the network."""
     port: Annotated[int, arg(metavar="N")] = 8000
     """The port to listen on."""
-    max_bytes: Annotated[int, arg(metavar="N")] = 16 * 2**20
-    """Refuse longer requests (413)."""
-    max_pixels: Annotated[int, arg(metavar="N")] = 40_000_000
-    """Refuse images with more pixels (413)."""
-    max_images: Annotated[int, arg(metavar="N")] = 64
-    """Refuse requests with more images (413)."""
-    queue: Annotated[int, arg(metavar="N")] = 512
-    """Refuse requests while this many images are waiting (503)."""
-    batch: Annotated[int, arg(metavar="N")] = 64
-    """Predict at most this many images at once."""
-    wait: Annotated[float, arg(metavar="SECONDS")] = 0.004
-    """How long an image waits for others to fill its batch."""
+    limits: Annotated[Limits, arg(name="")] = field(default_factory=Limits)
     trust_code: TrustCode = False
 
     after_interrupt: ClassVar[str] = "the server has stopped"
@@ -214,14 +204,12 @@ class Serve(Command):
         whole_number("port", self.port, least=0, most=65535)
         try:
             from plures.lab.serving.app import serve
-            from plures.lab.serving.requests import Limits
         except ModuleNotFoundError as error:
             raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
-        limits = Limits(self.max_bytes, self.max_pixels, self.max_images, self.queue, self.batch, self.wait)
         from plures.lab.runs.open import open_run
 
         run = open_run(self.run, trust_code=self.trust_code)
-        serve(run, self.host, self.port, limits)
+        serve(run, self.host, self.port, self.limits)
         return 0
 
 

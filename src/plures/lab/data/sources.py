@@ -3,27 +3,23 @@
 Adding a data set is one line in `HUB_IDS`: its name and its id on the hub. Without the hub, a folder of that name below
 the data directory suffices, with train.parquet and test.parquet, or with images in train/CLASS/ and test/CLASS/.
 
-Local files are not read by `datasets`: it would keep a second copy of all images, promises neither their order nor a
-bound on memory, and opens pipes and devices in a folder.
+The Parquet files of a hub data set are downloaded, and read like local ones. The package `datasets` is not used: it
+would keep a second copy of all images, and promises neither their order nor a bound on memory.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from plures.checks import nearest
 from plures.errors import PluresError
-from plures.lab.data import arrow
 from plures.lab.data.images import Contents, EncodedImage, Images, images_below, read_file, reading
+from plures.lab.data.parquet import first_line, parquet_contents
 from plures.lab.data.split import Rows, random_rows
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
 
 # Built-in names: hub id and, if the repository has several, the configuration.
 HUB_IDS: dict[str, tuple[str, str | None]] = {
@@ -82,7 +78,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
 
     def read() -> Contents:
         try:
-            return _read_hub(hub_id, configuration)
+            return _local_source(name, _downloaded(hub_id, configuration)).read()
         except ConnectionError as error:
             local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
             raise PluresError(
@@ -153,7 +149,7 @@ def _local_source(name: str, place: Path) -> Source:
         return Source(
             name,
             _signature("parquet", (file for files in tables.values() for file in files)),
-            lambda: arrow.arrow_contents({split: list(map(arrow.parquet_table, tables[split])) for split in tables}),
+            lambda: parquet_contents(tables),
         )
     if found := _image_files(place):
         every = (file for classes in found.values() for files in classes.values() for file in files)
@@ -247,32 +243,21 @@ def _read_folders(found: Mapping[str, Mapping[str, Sequence[Path]]], place: Path
     return classes, {split: images(by_class) for split, by_class in found.items()}
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
-
-
-def _read_hub(hub_id: str, configuration: str | None) -> Contents:
-    """Load a data set from the hub, or from what `datasets` has downloaded before if HF_HUB_OFFLINE is set.
+def _downloaded(hub_id: str, configuration: str | None) -> Path:
+    """Return the folder of a data set's Parquet files, downloaded from the hub if they are not there yet.
 
     Raises ConnectionError with the answer of the hub if the data are unavailable.
     """
-    import datasets
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
+    files = f"{configuration or ''}*.parquet"
     try:
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:  # without a network, `datasets` would retry for a long time
-            huggingface_hub.HfApi().dataset_info(hub_id, timeout=PATIENCE)
-        loaded = datasets.load_dataset(hub_id, configuration)
+        folder = huggingface_hub.snapshot_download(
+            hub_id, repo_type="dataset", allow_patterns=files, etag_timeout=PATIENCE
+        )
     except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
         refused = isinstance(error, HfHubHTTPError)
-        reason = "it is not there, or you need to log in" if refused else arrow.first_line(error)
+        reason = "it is not there, or you need to log in" if refused else first_line(error)
         raise ConnectionError(f"{hub_id} cannot be loaded from the Hugging Face hub ({reason})") from error
-    splits = _by_split(dict(loaded), hub_id)
-    return arrow.arrow_contents({split: [_hub_table(f"{hub_id} ({split})", part)] for split, part in splits.items()})
-
-
-def _hub_table(origin: str, part: "datasets.Dataset") -> arrow.ArrowTable:
-    def read(columns: list[str]) -> "Iterator[pa.Table]":
-        yield from part.select_columns(columns).with_format("arrow").iter(batch_size=arrow.ROWS_AT_ONCE)
-
-    return arrow.ArrowTable(origin, part.features.arrow_schema, len(part), read)
+    return Path(folder, configuration or "")

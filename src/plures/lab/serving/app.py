@@ -25,7 +25,8 @@ from plures.lab.data.images import TooLarge
 from plures.lab.evaluation.evaluate import device_of
 from plures.lab.evaluation.predict import check_calibrated, image_predictions
 from plures.lab.runs.open import Run
-from plures.lab.serving.requests import DESCRIPTION, Limits, Refused, prepare, read_request
+from plures.lab.serving import Limits
+from plures.lab.serving.requests import DESCRIPTION, Refused, prepare, read_request
 from plures.version import __version__
 
 DECODERS = 2  # images decoded at once: each may need hundreds of megabytes for a moment

@@ -3,13 +3,11 @@
 import asyncio
 import base64
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -19,25 +17,7 @@ from plures.errors import PluresError, visible
 from plures.lab.data.images import TooLarge, centre, decode, open_image, to_pixels, to_square
 from plures.lab.data.split import DataInfo
 from plures.lab.evaluation.predict import Wanted
-from plures.lab.fields import check_fields
-
-AtLeastOne = Annotated[int, Meta(ge=1)]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limit the memory, the time and the number of waiting images that requests may cost."""
-
-    bytes: AtLeastOne = 16 * 2**20  # per request, else 413
-    pixels: AtLeastOne = 40_000_000  # per image, checked before it is decoded, else 413
-    images: AtLeastOne = 64  # per request, else 413
-    queue: AtLeastOne = 512  # images that wait for the network, else 503
-    batch: AtLeastOne = 64  # images in the network at once
-    wait: Annotated[float, Meta(ge=0, le=1e9)] = 0.004  # seconds that the first image of a batch waits for others
-    read: Annotated[float, Meta(gt=0, le=1e9)] = 20.0  # seconds that a client may take to send its request, else 408
-
-    def __post_init__(self) -> None:
-        check_fields(self, Limits)
+from plures.lab.serving import Limits
 
 
 class Refused(PluresError):  # noqa: N818 (it is an answer)
@@ -95,8 +75,8 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
         raise Refused(415, f"the content type is {visible(kind[:100])!r}: {HOW}")
     if not uploads:
         raise Refused(422, f"there is no image in this request: {HOW}")
-    if len(uploads) > limits.images:
-        raise Refused(413, f"{len(uploads)} images are more than {limits.images} per request: send fewer")
+    if len(uploads) > limits.max_images:
+        raise Refused(413, f"{len(uploads)} images are more than {limits.max_images} per request: send fewer")
     fields |= request.query_params
     try:
         given = {name: value for name, value in fields.items() if value != ""}
@@ -109,8 +89,8 @@ def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.ui
     """Decode an image and prepare it like the images of a data set, or return the reason why not."""
     try:
         opened = open_image(upload.encoded, upload.name)
-        if opened.width * opened.height > limits.pixels:
-            most = f"images may have at most {limits.pixels:,} pixels"
+        if opened.width * opened.height > limits.max_pixels:
+            most = f"images may have at most {limits.max_pixels:,} pixels"
             return TooLarge(f"{upload.name} is too large: {most}; make it smaller")
         decoded = decode(opened, info.channels, upload.name)
     except PluresError as error:
@@ -119,15 +99,17 @@ def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.ui
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    too_long = Refused(413, f"this request has more than {limits.bytes:,} bytes: send fewer or smaller images")
-    if int(request.headers.get("content-length", "0")) > limits.bytes:  # the protocol has checked that it is a number
+    too_long = Refused(413, f"this request has more than {limits.max_bytes:,} bytes: send fewer or smaller images")
+    if (
+        int(request.headers.get("content-length", "0")) > limits.max_bytes
+    ):  # the protocol has checked that it is a number
         raise too_long
     parts, length = [], 0
     try:
         async with asyncio.timeout(limits.read):
             async for part in request.stream():
                 length += len(part)
-                if length > limits.bytes:
+                if length > limits.max_bytes:
                     raise too_long
                 parts.append(part)
     except TimeoutError:
@@ -143,7 +125,7 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
     end = b"--" + boundary + b"--"
     if not boundary or not body[-len(end) - 64 :].rstrip().endswith(end):
         raise Refused(422, f"the form is cut short or has no boundary: {HOW}")
-    parser = MultiPartParser(request.headers, stream(), max_files=limits.images, max_fields=8)  # type: ignore[arg-type]
+    parser = MultiPartParser(request.headers, stream(), max_files=limits.max_images, max_fields=8)  # type: ignore[arg-type]
     try:
         form = await parser.parse()
     except MultiPartException as error:
