@@ -136,9 +136,11 @@ def test_weights_from_a_pipe_do_not_keep_us_waiting(tmp_path) -> None:
 
 
 def test_names_that_the_system_refuses(tmp_path) -> None:
-    for use in (lambda path: plures.load(path, nn.Linear(1, 1)), open_run):
+    for use in (lambda path: plures.load(path, nn.Linear(1, 1)), open_run, plures.from_hub):
         with pytest.raises(PluresError, match="File name too long"):
             use(tmp_path / ("x" * 300))
+    with pytest.raises(PluresError, match="there is no folder of this name"):
+        plures.from_hub("x" * 300)
 
 
 @pytest.mark.parametrize("key", ["stage", "phase", "member", "epoch", "loss", "train_accuracy", "validation_accuracy"])
@@ -152,7 +154,13 @@ def test_a_record_that_lacks_something_is_left_out(folder: Path, key: str) -> No
 
 
 @pytest.mark.parametrize("metrics", ["null", '{"accuracy": "high"}', "{"])
-def test_damaged_metrics_are_refused(folder: Path, metrics) -> None:
+def test_a_run_with_damaged_metrics_is_not_published(folder: Path, tmp_path, metrics) -> None:
     (folder / "metrics.json").write_text(metrics)
     with pytest.raises(PluresError, match=r"metrics.json is damaged"):
-        RunFolder(folder).metrics()
+        plures.push_to_hub(folder, tmp_path / "there")
+
+
+def test_a_place_that_is_no_folder(folder: Path, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PluresError, match="cannot write"):
+        plures.push_to_hub(folder, tmp_path / "file" / "inside")

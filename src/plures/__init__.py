@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from plures.answers import Prediction, Regression
     from plures.ensemble import Ensemble
     from plures.exporting.exported import Exported, export
+    from plures.lab.sharing import from_hub as from_hub
+    from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.losses import CrossEntropy, GaussianNLL
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
@@ -41,6 +43,7 @@ _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
     "plures.ensemble": ("Ensemble",),
     "plures.exporting.exported": ("Exported", "export"),
+    "plures.lab.sharing": ("from_hub", "push_to_hub"),  # need the extra [lab]
     "plures.losses": ("CrossEntropy", "GaussianNLL"),
     "plures.methods.orthogonal_dropout.doors": ("adapt", "split"),
     "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
@@ -107,4 +110,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "from_hub", "push_to_hub"]

@@ -1,4 +1,4 @@
-"""Run folders of others, whose author means ill or whose disk failed."""
+"""Folders from the hub, whose author means ill or whose disk failed: read and published again."""
 
 import contextlib
 import io
@@ -13,29 +13,28 @@ import plures
 from attack.commands import Commands, break_folder
 from attack.driver import Verdict
 from attack.subjects import check_sentence
-from plures.lab.runs.open import open_run
 
 ODD = ["model.pkl", "weights.PT", "\x1b[31m.bin", "a\nb.npz", "deep/er/x.pickle"]
 
 
 @dataclass
 class Folders(Commands):
-    """Run folders, damaged, for open_run."""
+    """Published folders, damaged, for plures.from_hub and plures.push_to_hub."""
 
     @property
     def name(self) -> str:
         """Name the part of the attack."""
-        return "run folders"
+        return "hub folders"
 
     def judge(self, index: int) -> list[Verdict]:
-        """Damage a folder and open it."""
+        """Damage a folder, load it and publish it."""
         chance = Random(f"{self.seed}/{self.name}/{index}")
-        folder = self.shop / "damaged"
+        folder, out = self.shop / "damaged", self.shop / "out"
         shutil.copytree(self.shop / "run", folder)
         sure = self._damage(folder, chance)
         try:
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-                found = open_run(folder)
+                found = plures.from_hub(folder) if index % 2 else plures.push_to_hub(folder, out)
             verdict = Verdict("silent", f"it was taken: {found!r:.200}") if sure else Verdict("harmless")
         except plures.PluresError as error:
             verdict = Verdict("refused")
@@ -45,7 +44,11 @@ class Folders(Commands):
                 verdict = Verdict("silent", str(fault))
         except Exception:
             verdict = Verdict("raw", traceback.format_exc(limit=-4))
-        shutil.rmtree(folder, ignore_errors=True)
+        for made in (folder, out):
+            if made.is_symlink() or made.is_file():
+                made.unlink()
+            else:
+                shutil.rmtree(made, ignore_errors=True)
         return [verdict]
 
     def _damage(self, folder: Path, chance: Random) -> bool:
