@@ -346,3 +346,13 @@ def test_shares_rise_as_those_of_scikit_learn(bins) -> None:
         shares = [same[place] / total[place] for place in seen]
         expected = isotonic_regression(shares, sample_weight=[total[place] for place in seen])
         assert [found[place] for place in seen] == pytest.approx(list(expected))
+
+
+def test_nobody_is_sure_after_a_few_dozen_right_answers() -> None:
+    """The temperature ran into its bound: members that voted for three classes were 100 % sure together."""
+    members = torch.full((3, 38, 4), 0.1).index_fill_(2, torch.tensor([0]), 0.7)
+    members[:, ::2] = members[:, ::2].roll(1, 2)
+    found = ClassCalibration.fit(members, torch.arange(38).remainder(2).sub(1).abs())
+    assert 0.1 < found.temperature < 1
+    split = torch.full((3, 1, 4), 0.1).scatter_(2, torch.tensor([0, 1, 2]).view(3, 1, 1), 0.7)
+    assert float(found.probabilities(split).max()) < 0.5

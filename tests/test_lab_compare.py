@@ -105,9 +105,9 @@ def test_a_run_builds_its_network_and_engine_once_and_predicts_every_image_once(
     with pytest.MonkeyPatch.context() as patch:
         saved: list[str] = []
 
-        def kept(one: Ensemble, path: Path) -> None:
+        def kept(one: Ensemble, path: Path, **options: bool) -> None:
             saved.append(path.name)
-            save(one, path)
+            save(one, path, **options)
 
         patch.setattr("plures.lab.training.fit.save", kept)
         make(job)

@@ -173,7 +173,7 @@ def dying_after(monkeypatch, epochs):
 
 
 def without_times(records):
-    return [{key: r[key] for key in r if key not in ("seconds", "images_per_second")} for r in records]
+    return [{key: r[key] for key in r if key not in ("seconds", "images_per_second", "cost")} for r in records]
 
 
 def assert_same_run(first, second):

@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,7 @@ from torch.nn.utils import parametrize
 
 import plures
 from networks import ALL, CLASSES, images, labels, reproducible
-from plures.lab.models import build
+from plures.lab.models import build, resnet18
 from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
@@ -489,3 +491,65 @@ def test_without_the_library_the_network_is_called(monkeypatch):
     monkeypatch.setenv("PLURES_NATIVE", "0")
     stage = opened(residual())
     assert not ran(stage, monkeypatch, lambda: trained(stage))
+
+
+class Choosing(nn.Module):
+    """Draw a choice in Python, as LayerDrop and stochastic depth do."""
+
+    def __init__(self, draw: Callable[[], float], rate: float) -> None:
+        super().__init__()
+        self.inner, self.draw, self.rate = residual(), draw, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x)
+        return logits if self.draw() >= self.rate else 2 * logits
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand(), lambda: float(torch.rand(()))])
+def test_choices_that_a_network_draws_are_never_frozen(draw, rate, monkeypatch):
+    stage = opened(Choosing(draw, rate))
+    before = random.getstate(), torch.get_rng_state()
+    assert not stage.engine.takes(stage.network, BATCH)
+    assert random.getstate() == before[0]
+    assert torch.get_rng_state().equal(before[1])
+    trained(stage)
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rates, self.config = residual(), [1.0], {"scale": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x * self.rates[0]) * self.config["scale"]
+        return logits
+
+
+def test_a_list_or_dict_that_changes_in_a_module_is_seen(monkeypatch):
+    for change in (lambda one: one.rates.__setitem__(0, 3.0), lambda one: one.config.update(scale=3.0)):
+        stage = opened(Configured())
+        assert ran(stage, monkeypatch, lambda: trained(stage))  # noqa: B023
+        change(stage.network)
+        assert trained(stage)[0] == trained(without_engine(stage))[0]
+
+
+def test_channels_last_is_compared_like_any_other_layout(monkeypatch):
+    """Torch's batch norm on a CPU rounds so much in this layout that the engine seemed to be wrong."""
+    refused = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        stage = opened(resnet18(CLASSES, width=8)).to(memory_format=torch.channels_last)
+        x = torch.rand(BATCH, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+        refused += stage.engine.output(stage.network, x) is None
+    assert not refused
+
+
+def test_a_first_batch_of_nan_settles_nothing():
+    stage = next(plures.OrthogonalDropout(reproducible(Mixing)(), 3, schedule="together").stages())
+    assert stage.engine.takes(stage.network, BATCH)
+    assert stage.engine.output(stage.network, torch.full((BATCH, 3, 16, 16), torch.nan)) is None
+    assert stage.engine.output(stage.network, images(BATCH)) is None  # its samples influence each other
+    stage = opened(residual())
+    assert stage.engine.output(stage.network, torch.full((BATCH, 3, 16, 16), torch.nan)) is None
+    assert stage.engine.output(stage.network, images(BATCH)) is not None

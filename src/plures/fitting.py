@@ -108,7 +108,7 @@ class StageLoop:
 
     def epoch(self, number: int) -> dict[str, Any]:
         """Train for one epoch, counted from 1, and return its record."""
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), time.process_time()
         torch.manual_seed(seed_of(self.seed, "epoch", number, self.rank))
         total, index, samples = torch.zeros((), device=self.device), 0, 0
         self.loss.reset(self.device)
@@ -150,6 +150,8 @@ class StageLoop:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "images_per_second": round(samples * self.world / seconds, 1),
             "seconds": round(seconds, 3),
+            # What the training costs, whatever else the machine does.
+            "cost": time.process_time() - begun if self.device.type == "cpu" else seconds,
         }
 
     def accuracy(self, batches: Iterable[tuple[Any, Tensor]]) -> float | None:

@@ -147,19 +147,19 @@ def ece(probabilities: Array, targets: Array, bins: int = 15) -> float:
     return float((table.count * (table.accuracy - table.confidence).abs()).sum() / table.count.sum())
 
 
-def temperature(probabilities: Array, targets: Array) -> float:
+def temperature(probabilities: Array, targets: Array, smoothing: float = 0.0) -> float:
     """Return the temperature that minimises the NLL of `tempered(probabilities, temperature)`.
 
         held_out = temperature(probabilities, targets)
         calibrated = tempered(test_probabilities, held_out)
 
-    It is between 0.01 and 100, and 1 if every temperature is equally good. Fit it on held-out data, never on the data
-    that you report results on.
+    It is between 0.01 and 100, and 1 if every temperature is equally good. With `smoothing`, this share of each label
+    is spread over all classes. Fit it on held-out data, never on the data that you report results on.
     """
     values, labels = labelled("probabilities", probabilities, targets, rank=2)
     logits = values.double().clamp_min(TINY).log()
     logits -= logits.amax(dim=1, keepdim=True)
-    target = logits.gather(1, labels[:, None]).squeeze(1)
+    target = torch.lerp(logits.gather(1, labels[:, None]).squeeze(1), logits.mean(1), smoothing)
     low, middle, high = -math.log(100), 0.0, math.log(100)
     # NLL is convex in 1 / temperature, so its slope changes sign once and bisection cannot miss the minimum.
     while high - low > 1e-7:

@@ -69,14 +69,15 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
 
 
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
-    """Return the training of a log in epochs of one network that sees `plain` images per second.
+    """Return the training of a log in epochs of one network, which cost `plain` seconds of the processor each.
 
-    The fastest epoch of a stage counts for all: other processes make some epochs longer, and none shorter.
+    The cheapest epoch of a stage counts for all: other processes make some epochs dearer, and none cheaper. Records of
+    0.1 have no cost, but a time.
     """
-    speeds: dict[str, list[float]] = {}
+    costs: dict[str, list[float]] = {}
     for record in records:
-        speeds.setdefault(record["stage"], []).append(record["images_per_second"])
-    return sum(len(stage) * plain / max(stage) for stage in speeds.values())
+        costs.setdefault(record["stage"], []).append(record.get("cost") or record["seconds"])
+    return sum(len(stage) * min(stage) / plain for stage in costs.values())
 
 
 def relative(action: Action, baseline: Action) -> float:

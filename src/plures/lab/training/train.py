@@ -79,7 +79,7 @@ def train(
     costs = None
     if PartialState().num_processes == 1:
         with suppress(PluresError, OSError):  # one network may not train where an ensemble does; a disk may be full
-            plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_speed(network, data, recipe)
+            plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_cost(network, data, recipe)
             epochs = float(len(records)) if isinstance(ensemble, Deterministic) else epochs_of(records, plain)
             costs = costs_of(ensemble, engines[0], network, data.info, epochs)
     with _warning_instead(), folder.locked(wait=True):  # two processes may have come to the end of the same run
@@ -98,13 +98,13 @@ def _warning_instead() -> Iterator[None]:
         log.warning("%s", error)
 
 
-def _plain_speed(network: nn.Module, data: Data, recipe: Recipe) -> float:
-    """Return the images per second that the plain network trains on: the better of two epochs of the recipe."""
+def _plain_cost(network: nn.Module, data: Data, recipe: Recipe) -> float:
+    """Return what an epoch of the plain network costs: the cheapest of three."""
     single, longer = Deterministic(network), replace(recipe, epochs=Epochs(train=3))
     processes = Processes(recipe.precision)
     with own_random_numbers(processes.device):
         loop = RecipeLoop(single.to(processes.device), single.plan()[0], data, longer, processes)
-        return max(float(loop.epoch(number)["images_per_second"]) for number in (1, 2))
+        return min(float(loop.epoch(number)["cost"]) for number in (1, 2, 3))
 
 
 def _from_folder(name: str, run: Path, data_dir: Path | None) -> str | None:

@@ -2,11 +2,12 @@
 
 import copy
 import logging
-import math
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
@@ -40,6 +41,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 GROUPED: dict[type[nn.Module], Callable[..., Tensor]] = dict(
     zip(CONVOLUTIONS, (F.conv1d, F.conv2d, F.conv3d), strict=True)
 )
+OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 log = logging.getLogger("plures")
 
 
@@ -84,10 +86,14 @@ class TrainingEngine:
         if not self.takes(network, len(inputs)):
             return None
         prepared = cast(_Prepared, self._prepared)
-        if not prepared.compared and not _agrees(network, inputs):
-            self._refused, self._prepared = network, None
-            return None
-        prepared.compared = True
+        if not prepared.compared:
+            agrees = _agrees(network, inputs)
+            if agrees is None:  # nothing can be learned from this batch
+                return None
+            if not agrees:
+                self._refused, self._prepared = network, None
+                return None
+            prepared.compared = True
         return prepared.run(inputs) if prepared.is_up_to_date() else None
 
     def takes(self, network: nn.Module, samples: int) -> bool:
@@ -109,22 +115,36 @@ def _prepared(network: nn.Module) -> "_Prepared | None":
     subject = network if isinstance(network, Members) else _Alone(network)
     if any(map(has_hooks, network.modules())) or not _is_float32(network):
         return None
-    before = list(_plain_attributes(subject.network))
+    before, drawn = list(_plain_attributes(subject.network)), _random_states()
     try:
-        prepared = _Prepared(network, subject)
+        with torch.random.fork_rng(devices=[]):
+            prepared = _Prepared(network, subject)
+            same = drawn == _random_states()
     except Exception:  # whatever code does that cannot be traced, and layers whose tensors are not known
         return None
-    if before != list(_plain_attributes(subject.network)):  # what forward changes, a trace would leave as it is
-        return None
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+    if not same or before != list(_plain_attributes(subject.network)):
+        return None  # what forward draws or changes, a trace would leave as it is
     return prepared if prepared.pays() else None
+
+
+def _random_states() -> tuple[Any, Any, list[int]]:
+    """Return the states of the generators that code may draw its choices from."""
+    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
+    return random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state().tolist()
 
 
 def _is_float32(network: nn.Module) -> bool:
     return all(one.dtype == torch.float32 for one in network.parameters())
 
 
-def _agrees(network: nn.Module, inputs: Tensor) -> bool:
-    """Return whether a network gives the same outputs, gradients and statistics by both ways, but for its dropout."""
+def _agrees(network: nn.Module, inputs: Tensor) -> bool | None:
+    """Return whether a network gives the same outputs, gradients and statistics by both ways, but for its dropout.
+
+    None if the batch says nothing, because its outputs are NaN or infinite.
+    """
     results = []
     cuda = [inputs.device] if inputs.is_cuda else []
     with torch.random.fork_rng(devices=cuda), torch.autocast(inputs.device.type, enabled=False):
@@ -132,7 +152,7 @@ def _agrees(network: nn.Module, inputs: Tensor) -> bool:
             trial = _trial(network)
             try:
                 run = cast(_Prepared, _prepared(trial)).run if fast else trial
-                output = run(inputs.clone())
+                output = run(inputs.clone(memory_format=torch.contiguous_format))
                 weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
                 (output * weights.to(output)).sum().backward()
             except Exception as error:
@@ -142,11 +162,15 @@ def _agrees(network: nn.Module, inputs: Tensor) -> bool:
             gradients = {name: one.grad for name, one in trial.named_parameters() if one.grad is not None}
             results.append({"output": output.detach(), **gradients, **dict(trial.named_buffers())})
     slow, quick = results
+    if not all(bool(one.isfinite().all()) for one in slow.values()):
+        return None
+    if slow.keys() != quick.keys():
+        return _differs(network, "other parameters get gradients")
     # What a norm layer takes away again has a gradient of rounding errors alone: small is what the largest makes small.
     largest = max(float(slow[name].norm()) for name in gradients)
     for name, expected in slow.items():
         close = (FAR, FAR * largest / 4) if name in gradients else (CLOSE, 0.0)
-        if name not in quick or not _close(quick[name], expected, *close):
+        if not _close(quick[name], expected, *close):
             return _differs(network, f"{name} differs")
     return True
 
@@ -155,16 +179,17 @@ def _trial(network: nn.Module) -> nn.Module:
     """Copy a network for the comparison: without dropout, and with other biases.
 
     Outputs that a member owns no input of are constant. With a bias of zero they would lie at the kink of a ReLU, and
-    rounding would decide about their gradients.
+    rounding would decide about their gradients. In channels_last, torch's batch norm on a CPU would round too much.
     """
-    trial, random = copy.deepcopy(network), torch.Generator().manual_seed(0)
+    trial, draw = copy.deepcopy(network), torch.Generator().manual_seed(0)
+    trial.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     for layer in trial.modules():
         if isinstance(layer, _DropoutNd):
             layer.p = 0.0
     with torch.no_grad():
         for one in trial.parameters():
             if one.requires_grad:
-                one.add_(0.01 * torch.randn(one.shape, generator=random).to(one))
+                one.add_(0.01 * torch.randn(one.shape, generator=draw).to(one))
     return trial
 
 
@@ -172,8 +197,7 @@ def _close(one: Tensor, expected: Tensor, share: float, least: float) -> bool:
     """Return whether two tensors agree, as vectors: a single ReLU may fall to the other side of zero."""
     if not expected.is_floating_point() or one.shape != expected.shape:
         return one.equal(expected)
-    length = float(expected.norm())
-    return not math.isfinite(length) or float((one - expected).norm()) <= max(share * length, least) + 1e-6
+    return float((one - expected).norm()) <= max(share * float(expected.norm()), least) + 1e-6
 
 
 def _differs(network: nn.Module, what: str) -> bool:
@@ -188,10 +212,21 @@ def _differs(network: nn.Module, what: str) -> bool:
 
 
 def _plain_attributes(network: nn.Module) -> Iterator[dict[str, Any]]:
-    """Return the numbers and words that the user's own modules hold: a trace has taken them as they were."""
+    """Return what the user's own modules hold beside tensors and modules: a trace has taken it as it was."""
     for module in network.modules():
         if not is_of_torch(module):
-            yield {n: v for n, v in vars(module).items() if isinstance(v, int | float | str | bool | None)}
+            yield {name: _plain(value) for name, value in vars(module).items() if name not in OF_MODULES}
+
+
+def _plain(value: Any) -> Any:
+    """Return what can be compared of a value: numbers and words, also in lists and dicts; of others, who they are."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return id(value)
 
 
 class _Subject(Protocol):
