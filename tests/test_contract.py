@@ -396,3 +396,15 @@ def test_some_members_predict_what_they_predict_among_all(method) -> None:
 @every_method
 def test_an_untrained_ensemble_has_no_member_that_can_predict(method) -> None:
     assert untrained(method, networks.mlp).trained == []
+
+
+@every_method
+def test_arrays_and_losses_that_are_none_get_one_sentence(method) -> None:
+    ensemble = trained(method, networks.mlp)
+    with pytest.raises(plures.PluresError, match="numpy array: convert it with torch.from_numpy"):
+        ensemble.engine().predict(images().numpy())
+
+
+def test_a_loss_is_a_function() -> None:
+    with pytest.raises(plures.PluresError, match="loss='mse'; give a function"):
+        plures.DeepEnsemble(networks.mlp(), 2, loss="mse")

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+import networks
 import plures
 from dear import few
 from plures import PluresError
@@ -278,3 +279,16 @@ def test_equal_ensembles_give_equal_bytes(tmp_path) -> None:
     plures.save(trained(), tmp_path / "a")
     plures.save(trained(), tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("members", [1, [], [0, 0], "0"])
+def test_members_to_load_are_a_list_of_one_or_more_each_once(tmp_path, members) -> None:
+    ensemble = plures.DeepEnsemble(networks.mlp(), 2)
+    plures.save(ensemble, tmp_path / "a.safetensors")
+    with pytest.raises(PluresError, match="give a list of one or more members, each once"):
+        plures.load(tmp_path / "a.safetensors", networks.mlp(), members=members)
+
+
+def test_only_ensembles_are_saved(tmp_path) -> None:
+    with pytest.raises(PluresError, match="save takes an ensemble, not a Sequential"):
+        plures.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a.safetensors")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+import numpy as np
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -54,9 +55,11 @@ def logits_of(output: Any) -> Tensor:
 
 
 def refuse_nan(inputs: Any) -> None:
-    """Refuse inputs with NaN, naming the first sample that has one."""
+    """Refuse inputs with NaN, naming the first sample that has one, and arrays that are no tensors."""
     args, kwargs = arguments(inputs)
     for tensor in (*args, *kwargs.values()):
+        if isinstance(tensor, np.ndarray):
+            raise PluresError("the inputs are a numpy array: convert it with torch.from_numpy")
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and bool(tensor.isnan().any()):
             place = tensor.isnan().nonzero()[0].tolist()
             raise PluresError(f"the inputs contain NaN, first at {place}: clean the data before predicting")

@@ -88,6 +88,8 @@ class Ensemble(Predictor, ABC):
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
         check_network(network)
+        if loss is not None and not callable(loss):
+            raise PluresError(f"loss={loss!r}; give a function of outputs and targets, such as plures.GaussianNLL()")
         self.loss = loss or F.cross_entropy
         self.given = Given.of(network)
         self._opened: weakref.ref[Stage] | None = None  # the last stage of `stages`

@@ -213,7 +213,7 @@ class Stage(nn.Module):
             unchanged = f", but its parameters did not change in {steps} steps: call optimizer.step()"
             log.warning(f"stage '{self.name}' is committed{unchanged if steps else ' without a training step'}")
         elif 0 < steps < FEW_STEPS and not self._resumed:
-            log.warning(f"stage '{self.name}' is committed after only {steps} training steps")
+            log.warning(f"stage '{self.name}' is committed after only {steps} training step{'s' * (steps > 1)}")
         elif steps and chance and (loss := self.record.recent_loss()) > NO_BETTER * chance:
             classes = round(math.exp(chance / self.heads))
             log.warning(

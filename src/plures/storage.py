@@ -54,6 +54,8 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     An ensemble that changes a pre-trained network (`plures.adapt`) is stored as its changes and a checksum of that
     network, which `load` then needs; with `base`, the file contains the network as well.
     """
+    if not isinstance(ensemble, Ensemble):
+        raise PluresError(f"save takes an ensemble, not a {type(ensemble).__name__}: an engine is made from one again")
     if dtype not in DTYPES:
         raise PluresError(f"dtype={dtype}; weights are stored as float32, bfloat16 or float16")
     path = Path(path)
@@ -107,13 +109,16 @@ def load(
 
     - `network`: a network of the class that was saved, or a function that makes one; it is copied, not changed. If the
       file holds changes to a pre-trained network, it must be that network.
-    - `members`: load only these members, without the calibration, which is for all members together.
+    - `members`: load only these members, in rising order, and without the calibration, which is for all together.
     - `loss`: needed only to continue training with a custom loss; a file stores the losses of plures and mse_loss.
     - `method`: the class of a method that is not part of plures.
     """
     path = Path(path)
     made = network() if callable(network) and not isinstance(network, nn.Module) else network
     check_network(made)
+    listed = isinstance(members, list | tuple) and len(members) > 0 and len(set(members)) == len(members)
+    if members is not None and not listed:
+        raise PluresError(f"members={members!r}: give a list of one or more members, each once, such as [0, 2]")
 
     def build(document: dict[str, Any], stored: Stored) -> Ensemble:
         _same_network(path, made, document["shapes"], document["tied"])

@@ -166,6 +166,8 @@ def _check(kernels: MemberKernels, rows: int) -> None:
                 "the lists of kernels must be contiguous whole numbers on the CPU: make them by kernels_of"
             )
         groups = -(-axis // group)
+        if len(places) and int(places.min()) < 0:  # before 32 bits become 16
+            raise PluresError("the lists of kernels name places below zero: make them by kernels_of")
         fits = starts.shape == (members, groups * lists + 1) and places.shape == at.shape and places.dim() == 1
         if not fits or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < rows):
             raise PluresError(f"the lists do not fit a weight of {outputs} outputs and {inputs} inputs")

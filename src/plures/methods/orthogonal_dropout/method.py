@@ -152,6 +152,8 @@ class OrthogonalDropout(Ensemble):
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
         if self.init == "given" and not changes:
             warn_if_thin(self._partition)
+            if not split:
+                log.warning("all members start from the same weights and differ in their batches alone: init='fresh'")
 
     def _keep_given(self) -> None:
         """Keep the split tensors as they were given, if members see them where they own nothing."""
