@@ -37,6 +37,15 @@ def mlp() -> nn.Module:
     )
 
 
+@reproducible
+def adapted() -> nn.Module:
+    """A frozen network with adapters of peft, and a head of its own."""
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["1", "3"], modules_to_save=["5"])
+    return peft.get_peft_model(mlp(), settings)
+
+
 class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()

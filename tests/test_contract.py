@@ -408,3 +408,31 @@ def test_arrays_and_losses_that_are_none_get_one_sentence(method) -> None:
 def test_a_loss_is_a_function() -> None:
     with pytest.raises(plures.PluresError, match="loss='mse'; give a function"):
         plures.DeepEnsemble(networks.mlp(), 2, loss="mse")
+
+
+# --- a frozen network with adapters
+
+
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[5]], ids=identify)
+def test_adapters_are_the_members_and_the_frozen_network_is_there_once(method, tmp_path):
+    pytest.importorskip("peft")
+    test_save_and_load_are_bit_equal(method, networks.adapted, tmp_path)
+    test_resumed_training_equals_uninterrupted_training(method, networks.adapted, tmp_path)
+    test_state_dict_and_deepcopy_carry_everything(method, networks.adapted)
+    test_to_moves_all_state(method, networks.adapted)
+    test_every_trainable_parameter_learns_and_stands_in_one_group(method, networks.adapted)
+    network, ensemble = networks.adapted(), trained(method, networks.adapted)
+    trains = {name: p.numel() for name, p in network.named_parameters() if p.requires_grad}
+    once = sum(tensor.numel() for tensor in network.state_dict().values()) - sum(trains.values())
+    most = once + (count(method) + 1) * sum(trains.values())  # and the start of each member
+    for one in (ensemble, copy.deepcopy(ensemble), copy.deepcopy(ensemble).double()):
+        assert sum(p.numel() for p in one.parameters()) <= most
+        assert sum(tensor.numel() for tensor in one.tensors().values()) <= most
+    first, second = (ensemble.checkout(member).state_dict() for member in range(2))
+    assert {name for name, value in first.items() if not torch.equal(value, second[name])} == set(trains)
+    starts = untrained(method, networks.adapted)
+    if method[0] == "DeepEnsemble":
+        first, second = (one.state_dict() for one in starts.networks)
+        assert {name for name in trains if not torch.equal(first[name], second[name])} == {
+            name for name in trains if "lora_B" not in name
+        }

@@ -32,14 +32,18 @@ def train(ensemble: plures.Ensemble) -> None:
             optimizer.step()
 
 
-def test_adapters_are_private_and_the_frozen_base_is_stored_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [plures.OrthogonalDropout, plures.DeepEnsemble])
+def test_adapters_are_private_and_the_frozen_base_is_stored_once(method: type, tmp_path: Path) -> None:
     network = adapted()
     roles = plures.roles(network)
     trainable = {name for name, one in network.named_parameters() if one.requires_grad}
     assert {name for name, role in roles.items() if role == "private"} == trainable
-    ensemble = plures.OrthogonalDropout(network, members=3)
+    ensemble = method(network, members=3)
     train(ensemble)
     assert type(ensemble.checkout(1)) is type(network)
+    with torch.no_grad():
+        members = torch.stack([ensemble.checkout(member)(**INPUTS).logits for member in range(3)])
+        assert torch.equal(ensemble(INPUTS), members)
     plures.save(ensemble, tmp_path / "lora.safetensors")
     loaded = plures.load(tmp_path / "lora.safetensors", adapted())
     assert torch.equal(loaded.predict(INPUTS).members, ensemble.predict(INPUTS).members)

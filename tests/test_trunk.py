@@ -193,6 +193,32 @@ def test_whatever_modules_do_the_members_answer_as_alone(make, between) -> None:
         assert torch.equal(x, images(4, seed=seed)), "the batch of the caller"
 
 
+class Keeping(nn.Module):
+    """A module that keeps what the network asks it for, where nobody sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Conv2d(8, 8, 1), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(self.layer(x))
+        return self.kept[-1] * 2
+
+
+class Asking(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.first(x))
+        return self.head(self.own(x + self.between.kept.pop()).mean((2, 3)))
+
+
+def test_a_module_that_keeps_what_the_network_asks_for_runs_for_each_member(caplog: pytest.LogCaptureFixture) -> None:
+    ensemble = trained(frozen, Asking(Keeping()))
+    caplog.clear()
+    with torch.no_grad():
+        assert torch.equal(ensemble(images()), alone(ensemble, images()))
+    assert "each member runs all of its layers" in caplog.text
+
+
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rand(1)

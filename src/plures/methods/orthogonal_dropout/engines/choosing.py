@@ -18,6 +18,7 @@ from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossibl
 from plures.methods.orthogonal_dropout.engines.rewriting import same_for_all
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.partition import SplitNetwork
+from plures.methods.orthogonal_dropout.roles import Role
 from plures.native.library import why_unavailable
 from plures.tensors import own_tensors
 
@@ -46,7 +47,8 @@ def made(split: SplitNetwork, kind: str | None, memory: int | None, fold: bool) 
 def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> str:
     """Return the fastest kind that fits; write into the log which one, and if only a library is missing."""
     weights = own_tensors(split.network)
-    unfolded = len(split.trained) * sum(tensor.nbytes for tensor in weights.values())
+    copies = {name: 1 if split.roles[name] is Role.SHARED else len(split.trained) for name in weights}
+    unfolded = sum(copies[name] * tensor.nbytes for name, tensor in weights.items())
     owned = len(split.trained) * sum(row.nbytes for row in split.private.rows(0).values())  # and the lists
     owned += sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
     fits = [kind for kind, size in (("owned", owned), ("unfolded", unfolded)) if memory is None or size <= memory]
