@@ -172,7 +172,9 @@ def test_a_network_of_ones_own_and_options():
         made.append((inputs, outputs))
         return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
 
-    classifier = PluresClassifier(**QUICK, network=network, options={"optimize_masks": False}).fit(X, y)
+    classifier = PluresClassifier(
+        **QUICK, network=network, options={"schedule": "sequential", "optimize_masks": False}
+    ).fit(X, y)
     assert made == [(4, 3)]
     assert [step.phase for step in classifier.ensemble_.plan()] == ["train", "train"]
 
