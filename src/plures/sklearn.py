@@ -115,6 +115,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Table, targets: NDArray[Any], weights: Table, outputs: int, numbers: int = 0) -> None:
         one_of("method", self.method, METHODS)
+        whole_number("members", self.members)
         whole_number("epochs", self.epochs)
         number("learning_rate", self.learning_rate, "a number above 0", above=0)
         if self.batch_size is not None:
@@ -148,7 +149,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         rows = len(table[0])
         held: tuple[Tensor, ...] = ()
         if isinstance(stage, TogetherStage) and rows >= FEWEST_ROWS:
-            held, table = zip(*(one.tensor_split([int(HELD_OUT * rows)]) for one in _shuffled(*table)), strict=True)
+            order = _held_first(table[1])
+            held, table = zip(*(one[order].tensor_split([int(HELD_OUT * rows)]) for one in table), strict=True)
         inputs, targets, weights = table
         rows = len(inputs)
         size = self.batch_size or min(LARGEST_BATCH, max(SMALLEST_BATCH, math.ceil(rows / STEPS)))
@@ -207,12 +209,14 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         classifier = PluresClassifier(members=5, hidden=(100,)).fit(X, y)
         classifier.predict(X), classifier.predict_proba(X), classifier.predict_std(X)
 
-    - `method`, `options`: the name of any method of plures, and its options.
+    - `method`, `options`: the name of any method of plures, and its options. Those of orthogonal dropout have
+      `schedule="together"`.
     - `members`: the number of members, or of passes of MC dropout.
     - `hidden`: the widths of a multilayer perceptron.
     - `network`: a function `network(inputs, outputs)` that returns another network.
-    - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them.
-    - `batch_size`: by default, an epoch has about sixteen steps, with 32 to 200 rows each.
+    - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them. With 300 rows
+      or more, members that train together keep the epoch in which they were best, as an ensemble, on a tenth of them.
+    - `batch_size`: by default, an epoch has about sixteen steps, with 8 to 200 rows each.
 
     Columns are standardised inside the network (`Standardised`), with the mean and standard deviation that `fit` saw.
     The trained ensemble is `ensemble_`, which takes raw columns. `plures.save` stores it without pickle.
@@ -342,9 +346,15 @@ def _weighted(X: Table, y: NDArray[Any], sample_weight: Any) -> tuple[Table, NDA
     return X[order], y[order], weights / weights.mean()
 
 
-def _shuffled(*table: Tensor) -> list[Tensor]:
-    order = torch.randperm(len(table[0]))
-    return [one[order] for one in table]
+def _held_first(targets: Tensor) -> Tensor:
+    """Return a random order of the rows, with a row of every class among the last: no class is held out whole."""
+    order = torch.randperm(len(targets))
+    if targets.is_floating_point():
+        return order
+    _, first = np.unique(targets[order].numpy(), return_index=True)
+    last = torch.zeros(len(order), dtype=torch.bool)
+    last[torch.from_numpy(first)] = True
+    return torch.cat([order[~last], order[last]])
 
 
 def _learn(shift: Tensor, scale: Tensor, values: Table, weights: Table) -> None:
