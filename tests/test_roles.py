@@ -222,4 +222,7 @@ def test_many_members_of_a_tiny_network_are_warned_of(caplog: pytest.LogCaptureF
     assert not caplog.messages
     plures.OrthogonalDropout(network, members=100)
     assert "in 100 members takes" in caplog.text
+    caplog.clear()
+    plures.OrthogonalDropout(network, members=100, schedule="together")
+    assert "in 100 members takes" in caplog.text
     assert "take fewer members" in caplog.text

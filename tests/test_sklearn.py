@@ -172,9 +172,30 @@ def test_a_network_of_ones_own_and_options():
         made.append((inputs, outputs))
         return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
 
-    classifier = PluresClassifier(**QUICK, network=network, options={"optimize_masks": False}).fit(X, y)
+    classifier = PluresClassifier(
+        **QUICK, network=network, options={"schedule": "sequential", "optimize_masks": False}
+    ).fit(X, y)
     assert made == [(4, 3)]
     assert [step.phase for step in classifier.ensemble_.plan()] == ["train", "train"]
+
+
+def test_members_end_where_they_are_best_as_an_ensemble_on_held_out_rows():
+    random = np.random.default_rng(0)
+    X, y = random.normal(size=(700, 20)), random.integers(2, size=700)  # nothing to learn but the noise
+    y[-1] = 2  # a class of one row is trained on
+    classifier = PluresClassifier(members=2, epochs=15, random_state=0).fit(X[300:], y[300:])
+    assert plures.metrics.nll(classifier.predict_proba(X[:300]), y[:300]) < 0.8
+
+
+def test_an_estimator_is_pickled_small_and_many_members_are_warned_of(caplog):
+    X, y = datasets.load_iris(return_X_y=True)
+    classifier = PluresClassifier(members=5, epochs=1, random_state=0).fit(X, y)
+    classifier.predict(X)
+    held = sum(one.nbytes for one in classifier.ensemble_.tensors().values())
+    assert len(pickle.dumps(classifier)) < held + 20_000
+    assert "members takes" not in caplog.text
+    PluresClassifier(**{**QUICK, "members": 100, "hidden": (100,)}).fit(X, y)
+    assert "in 100 members takes" in caplog.text
 
 
 def test_bad_settings_are_told_when_fitting():

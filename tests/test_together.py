@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import networks
 import plures
+from plures.methods.orthogonal_dropout import training_engine
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.native import library
 
@@ -187,6 +188,41 @@ def test_the_engine_gives_the_gradients_of_the_network_itself(make: Callable[[],
             torch.testing.assert_close(one.grad.double(), theirs[name], rtol=0, atol=within * largest, msg=name)
     for name, buffer in stage.network.named_buffers():
         torch.testing.assert_close(buffer.double(), exact.get_buffer(name).double(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("way", ["without the library", "as on a GPU"])
+@pytest.mark.parametrize("make", [networks.mlp, perceptron, convolutions, depthwise, volumes])
+def test_members_run_side_by_side_in_torch_alone(
+    make: Callable[[], nn.Module], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLURES_NATIVE", "0")
+    if way == "as on a GPU":  # grouped convolutions; here, on the CPU
+        monkeypatch.setattr(training_engine, "_is_on_cpu", lambda _: False)
+    stage = next(made(make, dtype=torch.float32).stages())
+    for one in stage.network.parameters():
+        nn.init.normal_(one, std=0.1, generator=torch.Generator().manual_seed(one.numel()))
+    exact = copy.deepcopy(stage.network).double()
+    x = networks.images(7)
+    logits = stage.logits(x)
+    assert (stage.engine._prepared is not None) == (way == "as on a GPU" or make in (networks.mlp, perceptron))
+    expected = exact(x.double())
+    logits.square().sum().backward(), expected.square().sum().backward()  # type: ignore[func-returns-value]
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-5)
+    theirs = {name: one.grad for name, one in exact.named_parameters() if one.requires_grad}
+    largest = max(float(one.abs().max()) for one in theirs.values() if one is not None)
+    for name, gradient in theirs.items():  # a bias before a norm layer has nothing but rounding in its gradient
+        ours = stage.network.get_parameter(name).grad
+        torch.testing.assert_close(ours.double(), gradient, rtol=0, atol=1e-4 * largest, msg=name)
+    for name, buffer in stage.network.named_buffers():
+        torch.testing.assert_close(buffer.double(), exact.get_buffer(name).double(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("make", [networks.mlp, convolutions, depthwise])
+def test_members_run_side_by_side_on_any_device(make: Callable[[], nn.Module]) -> None:
+    network = next(made(make, dtype=torch.float32).stages()).network.to("meta")
+    prepared = training_engine._prepared(network)
+    assert prepared is not None
+    assert prepared.run(networks.images(7).to("meta")).shape == (3, 7, 4)
 
 
 @pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")

@@ -22,6 +22,7 @@ from plures.lab.models import build, resnet18
 from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
+from plures.native.rows import linear
 from plures.native.training import blocked, convolution, kernels_of, norm, unblocked
 from plures.stage import Stage
 
@@ -126,6 +127,42 @@ def test_all_members_convolve_at_once_as_each_would_alone(members, sizes, kernel
         *(torch.autograd.grad(y, (x, weight, bias), gradient) for y in (found, expected)), strict=True
     ):
         agrees(one, other)
+
+
+@given(
+    members=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 90), st.integers(1, 150), st.integers(1, 150)),
+    shared=st.booleans(),
+    biased=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_a_linear_layer_over_the_weights_of_each_member_is_torchs_own(members, sizes, shared, biased, threads, seed):
+    rows, inputs, outputs = sizes
+    random = torch.Generator().manual_seed(seed)
+    mine = torch.randint(members + 1, (outputs, inputs), generator=random) == torch.arange(members)[:, None, None]
+    x = torch.randn(1 if shared else members, rows, inputs, generator=random).requires_grad_()
+    weight = torch.randn(outputs, inputs, generator=random).requires_grad_()
+    leaves = [x, weight, *([torch.randn(members, outputs, generator=random).requires_grad_()] if biased else [])]
+    expected = x.double() @ (weight.double() * mine).transpose(1, 2) + (leaves[2][:, None].double() if biased else 0.0)
+    gradient = torch.randn(expected.shape, generator=random)
+    theirs = torch.autograd.grad(expected, leaves, gradient.double())
+    with with_threads(threads):
+        found = linear(x, weight, leaves[2] if biased else None, kernels_of(mine))
+        ours = torch.autograd.grad(found, leaves, gradient)
+    agrees(found.detach().double(), expected.detach())
+    for one, other in zip(ours, theirs, strict=True):
+        agrees(one.double(), other.double())
+
+
+def test_a_linear_layer_refuses_rows_and_lists_that_do_not_fit():
+    kernels = kernels_of(torch.ones(2, 4, 3, dtype=torch.bool))
+    for x, weight in [((3, 5, 3), (4, 3)), ((2, 5, 4), (4, 3)), ((2, 0, 3), (4, 3)), ((2, 5, 3), (4, 2))]:
+        with pytest.raises(plures.PluresError):
+            linear(torch.zeros(x), torch.zeros(weight), None, kernels)
+    far = kernels._replace(forward=kernels.forward._replace(rows=kernels.forward.rows + 1))
+    with pytest.raises(plures.PluresError, match="do not fit"):
+        linear(torch.zeros(2, 5, 3), torch.zeros(4, 3), None, far)
 
 
 @given(

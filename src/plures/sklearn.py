@@ -24,6 +24,8 @@ from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
 from plures.losses import GaussianNLL
 from plures.methods import METHODS
+from plures.methods.building import TogetherStage
+from plures.methods.orthogonal_dropout.roles import roles_for
 from plures.stage import Stage
 
 try:
@@ -34,11 +36,14 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("plures.sklearn needs scikit-learn: pip install 'plures[sklearn]'") from error
 
-SMALLEST_BATCH, LARGEST_BATCH = 32, 200
+SMALLEST_BATCH, LARGEST_BATCH = 8, 200
 STEPS = 16  # per epoch, if the batch size stays within these bounds
 PRUNE_SHARE = 0.1  # of the epochs, as in the paper: 20 for 200
 MOST_REPEATED = 20  # times the rows of a table that whole sample weights may make of it
 CONSTANT = 1e-30  # a column that spreads less has nothing to scale
+HELD_OUT = 0.1  # of the rows, which tell when members that train together are at their best
+FEWEST_ROWS = 300  # with fewer, all rows are trained on, for all epochs: a tenth of them tells too little
+PATIENCE = 8  # epochs without a better one, after which training ends
 
 Table = NDArray[np.float64]
 MakeNetwork = Callable[[int, int], nn.Module]
@@ -104,12 +109,13 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     options: Mapping[str, Any] | None = None
     epochs: int = 60
     batch_size: int | None = None
-    learning_rate: float = 3e-3
-    weight_decay: float = 1e-4
+    learning_rate: float = 6e-3
+    weight_decay: float = 0.1
     random_state: Any = None
 
     def _fit(self, X: Table, targets: NDArray[Any], weights: Table, outputs: int, numbers: int = 0) -> None:
         one_of("method", self.method, METHODS)
+        whole_number("members", self.members)
         whole_number("epochs", self.epochs)
         number("learning_rate", self.learning_rate, "a number above 0", above=0)
         if self.batch_size is not None:
@@ -125,22 +131,34 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             if numbers:
                 _learn(network.middle, network.width, targets, weights)
                 options["loss"] = _RelativeNLL(network.width.clone())
+            if self.method == "OrthogonalDropout" and options.setdefault("schedule", "together") == "together":
+                # Means and scales are the same for all members, so they are computed with once.
+                shared = dict.fromkeys(("shift", "scale", "middle", "width"), "shared")
+                options.setdefault("roles", roles_for(network, self.members) | shared)
             try:
                 self.ensemble_: Ensemble = getattr(plures, self.method)(network, **options)
             except TypeError as error:
                 raise PluresError(f"{self.method} does not take these options: {error}") from error
             for stage in self.ensemble_.stages():
-                self._train(stage, torch.from_numpy(X), torch.from_numpy(targets), torch.from_numpy(weights))
+                self._train(stage, *map(torch.from_numpy, (X, targets, weights)))
         if numbers:
             self.ensemble_.loss = GaussianNLL()
 
-    def _train(self, stage: Stage, inputs: Tensor, targets: Tensor, weights: Tensor) -> None:
+    def _train(self, stage: Stage, *table: Tensor) -> None:
+        """Train a stage on inputs, targets and weights; end early if held-out rows say so."""
+        rows = len(table[0])
+        held: tuple[Tensor, ...] = ()
+        if isinstance(stage, TogetherStage) and rows >= FEWEST_ROWS:
+            order = _held_first(table[1])
+            held, table = zip(*(one[order].tensor_split([int(HELD_OUT * rows)]) for one in table), strict=True)
+        inputs, targets, weights = table
         rows = len(inputs)
         size = self.batch_size or min(LARGEST_BATCH, max(SMALLEST_BATCH, math.ceil(rows / STEPS)))
         batches = math.ceil(rows / size)
         epochs = max(1, round(self.epochs * PRUNE_SHARE)) if stage.phase == "prune" else self.epochs
         optimizer = torch.optim.AdamW(stage.parameter_groups(self.weight_decay), self.learning_rate, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
+        best, kept, since = math.inf, {}, 0
         for _ in range(epochs):
             # A row of weight 1.3 is seen once in each epoch, and a second time in three of ten.
             seen = torch.arange(rows).repeat_interleave((weights + torch.rand(rows)).floor().long())
@@ -149,6 +167,27 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 stage(inputs[chosen], targets[chosen]).backward()
                 optimizer.step()
                 schedule.step()
+            if held and (loss := self._loss_of_all(stage, *held)) < best:
+                best, since = loss, 0
+                kept = {name: one.clone() for name, one in stage.state_dict().items()}
+            elif held and (since := since + 1) == PATIENCE:
+                break
+        if kept:
+            stage.load_state_dict(kept)
+
+    @staticmethod
+    def _loss_of_all(stage: Stage, inputs: Tensor, targets: Tensor, weights: Tensor) -> float:
+        """Return the loss of the members' mixture, which the ensemble is, on held-out rows."""
+        stage.eval()
+        with torch.no_grad():
+            outputs = stage.logits(inputs)
+        stage.train()
+        if targets.is_floating_point():
+            means, logs = outputs.chunk(2, -1)
+            likely = -0.5 * (logs + (targets - means) ** 2 / logs.exp()).sum(-1)
+        else:
+            likely = outputs.double().log_softmax(-1)[:, torch.arange(len(targets)), targets]
+        return -float(weights @ likely.logsumexp(0) / weights.sum())
 
     def _mlp(self, inputs: int, outputs: int) -> nn.Module:
         widths = [inputs, *self.hidden]
@@ -170,12 +209,14 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         classifier = PluresClassifier(members=5, hidden=(100,)).fit(X, y)
         classifier.predict(X), classifier.predict_proba(X), classifier.predict_std(X)
 
-    - `method`, `options`: the name of any method of plures, and its options.
+    - `method`, `options`: the name of any method of plures, and its options. Those of orthogonal dropout have
+      `schedule="together"`.
     - `members`: the number of members, or of passes of MC dropout.
     - `hidden`: the widths of a multilayer perceptron.
     - `network`: a function `network(inputs, outputs)` that returns another network.
-    - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them.
-    - `batch_size`: by default, an epoch has about sixteen steps, with 32 to 200 rows each.
+    - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them. With 300 rows
+      or more, members that train together keep the epoch in which they were best, as an ensemble, on a tenth of them.
+    - `batch_size`: by default, an epoch has about sixteen steps, with 8 to 200 rows each.
 
     Columns are standardised inside the network (`Standardised`), with the mean and standard deviation that `fit` saw.
     The trained ensemble is `ensemble_`, which takes raw columns. `plures.save` stores it without pickle.
@@ -303,6 +344,17 @@ def _weighted(X: Table, y: NDArray[Any], sample_weight: Any) -> tuple[Table, NDA
         order = order.repeat(weights.astype(int))
         weights = np.ones(len(order))
     return X[order], y[order], weights / weights.mean()
+
+
+def _held_first(targets: Tensor) -> Tensor:
+    """Return a random order of the rows, with a row of every class among the last: no class is held out whole."""
+    order = torch.randperm(len(targets))
+    if targets.is_floating_point():
+        return order
+    _, first = np.unique(targets[order].numpy(), return_index=True)
+    last = torch.zeros(len(order), dtype=torch.bool)
+    last[torch.from_numpy(first)] = True
+    return torch.cat([order[~last], order[last]])
 
 
 def _learn(shift: Tensor, scale: Tensor, values: Table, weights: Table) -> None:

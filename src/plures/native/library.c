@@ -21,7 +21,7 @@ int plures_interface(void) { return PLURES_INTERFACE; }
 
 /* The size of a structure, by its place in the order of Python's STRUCTURES: the library is used only if both agree. */
 int64_t plures_size(int which) {
-    const int64_t sizes[] = {sizeof(Convolution), sizeof(BlockLinear), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm)};
+    const int64_t sizes[] = {sizeof(Convolution), sizeof(BlockLinear), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm), sizeof(Rows)};
     return sizes[which];
 }
 
@@ -155,6 +155,15 @@ static void norm_item(const Job *job, int64_t channel, void *scratch) {
 int plures_norm(const Kernels *kernels, const Norm *layer, int threads) {
     Job job = {.kernels = kernels, .layer = layer, .item = norm_item, .threads = threads, .items = layer->members * layer->channels};
     prefer_large_pages(layer->backward ? layer->to_input : layer->output, layer->members * layer->blocks * layer->channels * layer->pixels);
+    return share(&job);
+}
+
+static void rows_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->rows_item(job->layer, item, scratch); }
+
+int plures_rows(const Kernels *kernels, const Rows *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = rows_item, .threads = threads};
+    job.items = kernels->training->rows_items(layer);
+    job.scratch = kernels->training->rows_scratch(layer);
     return share(&job);
 }
 

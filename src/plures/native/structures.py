@@ -67,7 +67,15 @@ Norm = _structure(
     (ctypes.c_double, "epsilon"),
     (_INT, "relu backward"),
 )
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (Convolution, BlockLinear, Blocking, Affine, KernelGradient, Norm)
+Rows = _structure(
+    "Rows",
+    (_POINTER, "input weight bias output to_weight starts places at"),
+    (_LONG, "input_member_stride"),
+    (_INT, "members rows inputs outputs group"),
+)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    *(Convolution, BlockLinear, Blocking, Affine, KernelGradient, Norm, Rows),
+)
 
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:

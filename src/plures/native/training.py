@@ -140,7 +140,7 @@ def convolution(
         or x.shape[2] != inputs
     ):
         raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
-    _check(kernels, weight.numel() // (size[0] * size[1]))
+    check_kernels(kernels, weight.numel() // (size[0] * size[1]))
     shape = Shape(size, tuple(stride), tuple(padding))
     result: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, kernels, shape, memory or Memory()
@@ -148,7 +148,7 @@ def convolution(
     return result
 
 
-def _check(kernels: MemberKernels, rows: int) -> None:
+def check_kernels(kernels: MemberKernels, rows: int) -> None:
     """Check that lists name kernels of a weight of so many, for as long as they do not change."""
     held = [one for order in kernels[:3] for one in order[:3]]
     inputs, outputs, members = kernels.inputs, kernels.outputs, len(kernels.forward.starts)

@@ -22,6 +22,7 @@ from plures.graph import CONVOLUTIONS, Graph, has_hooks, is_of_torch, is_plain_c
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of
 from plures.methods.orthogonal_dropout.together import Members
 from plures.native.library import load, why_unavailable
+from plures.native.rows import linear
 from plures.native.training import (
     MemberKernels,
     Memory,
@@ -35,6 +36,9 @@ from plures.native.training import (
 )
 
 MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wide network are faster
+MANY_PRODUCTS = (
+    2**22
+)  # of a linear layer: with fewer, one batched product takes less time than the calls of the library
 CLOSE = 1e-3  # of the length of an output: how far sums in another order may lie apart
 FAR = 0.02  # of the length of a gradient, in which rounding errors of norm layers over few samples grow
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -50,9 +54,9 @@ class TrainingEngine:
 
     It uses the tensors of the stage, so gradients arrive where they always do, and agree to rounding. Convolutions run
     over the kernels that members own, by the native library on batches that fill the vectors; on a GPU, as one grouped
-    convolution. Linear layers of all members are one batched product of masked weights: for up to ten members that is
-    faster than sums over single weights. The network must be one of float32 that torch.fx can trace. The first batch is
-    compared with the network itself, gradients included. In all other cases the network itself is called.
+    convolution. Large linear layers run over the weights that members own, by the native library; others, or without
+    it, as one batched product. The network must be one of float32 that torch.fx can trace. The first batch is compared
+    with the network itself, gradients included. In all other cases the network itself is called.
     """
 
     def __init__(self) -> None:
@@ -134,6 +138,10 @@ def _random_states() -> tuple[Any, Any, list[int]]:
     """Return the states of the generators that code may draw its choices from."""
     kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     return random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state().tolist()
+
+
+def _is_on_cpu(network: nn.Module) -> bool:
+    return next(iter(network.parameters())).is_cpu
 
 
 def _is_float32(network: nn.Module) -> bool:
@@ -317,14 +325,16 @@ class _Prepared(fx.Interpreter):
         self.stage_network, self.subject, self.traced = stage_network, subject, traced
         self.compared = False  # with the network itself, on a batch
         self.batch, self.memory = 0, Memory()
-        self.known = list(subject.network.modules())
+        self.known = list(stage_network.modules())
         self.attributes = list(_plain_attributes(subject.network))
         self.split: set[fx.Node] = set()  # layers whose weights are split, by whole kernels
-        on_cpu = next(iter(stage_network.parameters())).is_cpu
-        with_library = traced.layers if on_cpu and why_unavailable() is None else ()
-        self.kernels = {node: found for node in with_library if (found := self._kernels(node)) is not None}
-        self.on_cpu = on_cpu
-        self.masks = {node: mask for node in traced.layers if (mask := self._mask(node)) is not None}
+        self.on_cpu = _is_on_cpu(stage_network)
+        self.with_library = self.on_cpu and why_unavailable() is None
+        known = traced.layers if self.with_library else ()
+        self.kernels = {node: found for node in known if (found := self._kernels(node)) is not None}
+        self.batched = set(filter(self._is_batched, traced.layers))  # split layers that run as one product
+        self.masks: dict[fx.Node, Tensor] = {}
+        self.lists: dict[fx.Node, MemberKernels] = {}
         self.versions = [mark._version for mark in subject.marks()]
         self.copies = [mark.clone() for mark in subject.marks()]
         self.blocked: dict[fx.Node, str] = {}  # nodes whose values are blocked: images or rows
@@ -335,7 +345,9 @@ class _Prepared(fx.Interpreter):
                 self.blocked[node] = kind
             if self._is_apart(node):
                 self.apart.add(node)
+        self.norms = [node for node in traced.layers if node in self.blocked and traced.is_layer(node, *NORMS)]
         self.waiting = set(filter(self._waits, traced.nodes))
+        self.direct = {node: traced.layers[node] for node in filter(self._is_direct, traced.layers)}
 
     def _kernels(self, node: fx.Node) -> MemberKernels | None:
         """List the kernels of a layer that the native library can run."""
@@ -353,16 +365,17 @@ class _Prepared(fx.Interpreter):
         stack = self.subject.rows(weight)
         return kernels_of(torch.ones(stack.shape[:3], dtype=torch.bool), private=True)
 
-    def _mask(self, node: fx.Node) -> Tensor | None:
-        """Return what each member has of a split weight, [members, *weight], if a layer can run as one product."""
-        batched = self.traced.is_layer(node, nn.Linear) or (not self.on_cpu and self._is_grouped(node))
-        if self.subject.members == 1 or not batched or len(node.args) != 1 or node.kwargs:
-            return None
-        mine = self.subject.kernels(f"{node.target}.weight")
-        if mine is None:
-            return None
-        weight = self.subject.split(f"{node.target}.weight")
-        return mine.view(*mine.shape, *[1] * (weight.dim() - 2)).to(weight.dtype)
+    def _is_batched(self, node: fx.Node) -> bool:
+        """Return whether a layer whose weight is split can run as one product of all members."""
+        fits = self.traced.is_layer(node, nn.Linear) or (not self.on_cpu and self._is_grouped(node))
+        plain = fits and len(node.args) == 1 and not node.kwargs and self.subject.members > 1
+        return plain and self.subject.kernels(f"{node.target}.weight") is not None
+
+    def _mine(self, node: fx.Node) -> Tensor:
+        """Return which weights each member has, [members, *weight]."""
+        name = f"{node.target}.weight"
+        mine = cast(Tensor, self.subject.kernels(name))
+        return mine.view(*mine.shape, *[1] * (self.subject.split(name).dim() - 2))
 
     def _is_grouped(self, node: fx.Node) -> bool:
         """Return whether a layer is a convolution that can be one of several in one call."""
@@ -373,7 +386,7 @@ class _Prepared(fx.Interpreter):
         """Return whether much is left out, and few layers need their inputs in another layout."""
         split = self.split
         if not self.kernels:
-            return bool(self.masks) and 2 * len(self.masks) >= len(self.copies)
+            return bool(self.batched) and 2 * len(self.batched) >= len(self.copies)
         converted = sum(node.args[0] not in self.blocked for node in self.kernels)
         kept = sum(self.kernels[node].forward.places.numel() for node in split)
         every = sum(self.kernels[node].outputs * self.kernels[node].inputs for node in split) * self.subject.members
@@ -382,13 +395,16 @@ class _Prepared(fx.Interpreter):
 
     def is_up_to_date(self) -> bool:
         """Return whether the network is as it was: not all of its layers are called here."""
-        modules = list(self.subject.network.modules())
-        same = list(map(id, modules)) == list(map(id, self.known))
-        plain = all(layer.training and not has_hooks(layer) and "forward" not in vars(layer) for layer in modules)
-        norms = all(_can_norm(self.traced.layers[node]) for node in self.blocked if self.traced.is_layer(node, *NORMS))
-        hooked = _has_any_global_hook() or not _is_float32(self.stage_network)  # type: ignore[no-untyped-call]
-        told = self.attributes == list(_plain_attributes(self.subject.network))
-        return same and norms and plain and told and not hooked
+        modules = list(self.stage_network.modules())
+        if len(modules) != len(self.known) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return False
+        for layer, known in zip(modules, self.known, strict=True):
+            if layer is not known or not layer.training or has_hooks(layer) or "forward" in vars(layer):
+                return False
+            if any(one is not None and one.dtype != torch.float32 for one in layer._parameters.values()):
+                return False
+        norms = all(_can_norm(self.traced.layers[node]) for node in self.norms)
+        return norms and self.attributes == list(_plain_attributes(self.subject.network))
 
     def others_own(self) -> bool:
         """Return whether masks or owners have changed since the kernels were listed."""
@@ -402,8 +418,15 @@ class _Prepared(fx.Interpreter):
         """Run the network."""
         if self.batch != len(args[0]):
             self.batch, self.memory = len(args[0]), Memory()
+        self.args_iter = iter(args)
         try:
-            return super().run(*args, enable_io_processing=False)
+            for node in self.traced.nodes:
+                layer = self.direct.get(node)
+                result = self.run_node(node) if layer is None else layer(self.env[node.args[0]])
+                self.env[node] = result
+                for unused in self.user_to_last_uses.get(node, ()):
+                    del self.env[unused]
+            return result
         finally:
             self.env = {}
 
@@ -491,23 +514,31 @@ class _Prepared(fx.Interpreter):
 
     def _weight(self, node: fx.Node) -> Tensor:
         """Return the weight of each member, zero where it owns nothing, [members, ...]."""
-        name, mask = f"{node.target}.weight", self.masks.get(node)
-        return self.subject.rows(name) if mask is None else self.subject.split(name) * mask
+        name = f"{node.target}.weight"
+        if node not in self.batched:
+            return self.subject.rows(name)
+        weight = self.subject.split(name)
+        if node not in self.masks:
+            self.masks[node] = self._mine(node).to(weight.dtype)
+        return weight * self.masks[node]
 
     def _linear(self, node: fx.Node, given: Any) -> Tensor:
-        """Run a linear layer of all members as one batched product."""
+        """Run a linear layer of all members: over the weights of each in large layers, or as one batched product."""
         x: Tensor = given.plain() if isinstance(given, _Blocked) else given
-        members, layer, weight = self.subject.members, self.traced.layers[node], self._weight(node).transpose(1, 2)
-        if node.args[0] in self.apart:
-            lead, rows = x.shape[:-1], x.reshape(members, -1, x.shape[-1])
-        else:  # the same for all
-            lead = torch.Size([members * len(x), *x.shape[1:-1]])
-            rows = x.reshape(1, -1, x.shape[-1]).expand(members, -1, -1)
-        if layer.bias is None:
-            product = torch.bmm(rows, weight)
+        members, layer = self.subject.members, cast(nn.Linear, self.traced.layers[node])
+        apart = node.args[0] in self.apart
+        lead = x.shape[:-1] if apart else torch.Size([members * len(x), *x.shape[1:-1]])
+        rows = x.reshape(members if apart else 1, -1, x.shape[-1])
+        bias = None if layer.bias is None else self.subject.rows(f"{node.target}.bias")
+        products = lead.numel() * layer.in_features * layer.out_features
+        if node in self.batched and self.with_library and products >= MANY_PRODUCTS:
+            if node not in self.lists:
+                self.lists[node] = kernels_of(self._mine(node))
+            result = linear(rows, self.subject.split(f"{node.target}.weight"), bias, self.lists[node])
         else:
-            product = torch.baddbmm(self.subject.rows(f"{node.target}.bias")[:, None], rows, weight)
-        return product.view(*lead, weight.shape[2])
+            rows, weight = rows.expand(members, -1, -1), self._weight(node).transpose(1, 2)
+            result = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)
+        return result.view(*lead, layer.out_features)
 
     def _grouped(self, node: fx.Node, given: Any) -> Tensor:
         """Run a convolution of all members as one of as many groups."""
@@ -587,6 +618,14 @@ class _Prepared(fx.Interpreter):
             raise TypeError(f"{node.target} is used outside of a layer and differs between members")
         drawn = isinstance(self.traced.layers.get(node), _DropoutNd)
         return node in self.kernels or drawn or node in self.own or not self.apart.isdisjoint(node.all_input_nodes)
+
+    def _is_direct(self, node: fx.Node) -> bool:
+        """Return whether a layer is called as it is, on a value as it is."""
+        given = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        if not isinstance(given, fx.Node) or node in self.own or node in self.kernels:
+            return False
+        laid_out = node in self.blocked or given in self.blocked
+        return not laid_out and (given in self.apart) == (node in self.apart)
 
     def _has_own(self, node: fx.Node) -> bool:
         """Return whether a node uses tensors that differ between members."""
