@@ -105,8 +105,9 @@ def at_hand_for(name: str) -> dict[str, Any]:
     return {**names, "layer": layer, "weight": layer.weight.detach(), "free": torch.ones(20, 100, dtype=torch.bool)}
 
 
-# Those of fit take data and minutes: the guide shows them, and its test runs them.
-SHOWN = [name for name, value in public().items() if any(examples(inspect.getdoc(value) or "")) and name != "fit"]
+# These take seconds or more: the guide shows them, and its test runs them.
+LONG = ("fit", "export", "Exported")
+SHOWN = [name for name, value in public().items() if any(examples(inspect.getdoc(value) or "")) and name not in LONG]
 
 
 @pytest.mark.parametrize("name", SHOWN)
