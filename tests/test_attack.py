@@ -48,10 +48,10 @@ def test_threads_get_the_bits_of_a_single_one() -> None:
 
 @pytest.mark.usefixtures("no_charts")
 def test_bad_inputs_end_with_one_sentence(tmp_path, template) -> None:
-    fewer = {"evaluate": 6, "predict": 6, "reproduce": 6, "report": 6}
+    fewer = {"evaluate": 4, "predict": 4, "reproduce": 4, "report": 4}
     furnish(tmp_path, template)
     with workshop(tmp_path):
-        parts = [Commands(name, fewer.get(name, 12), template, shop=tmp_path) for name in commands()]
+        parts = [Commands(name, fewer.get(name, 8), template, shop=tmp_path) for name in commands()]
         found = {part.command: judged(part, part.items) for part in parts}
     assert {name: tally.bad for name, tally in found.items()} == {name: [] for name in commands()}
     assert all(tally.counts["refused"] for tally in found.values())

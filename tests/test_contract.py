@@ -352,7 +352,7 @@ def test_bfloat16_autocast_trains_and_predicts(method, make_network):
     torch.testing.assert_close(logits.float(), ensemble(images()), rtol=0.1, atol=0.1)
 
 
-@every_method
+@pytest.mark.parametrize("method", {name: (name, options) for name, options in METHODS}.values(), ids=identify)
 def test_stages_and_ensembles_compile(method):
     torch.compiler.reset()
     stage = first_open(untrained(method, networks.mlp))

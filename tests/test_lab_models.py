@@ -50,7 +50,7 @@ def test_trains_under_channels_last_and_bf16(make):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
 
 
-@pytest.mark.parametrize("make", [param for param in SMALL if param.id in ("resnet8", "resnet50", "wide_resnet")])
+@pytest.mark.parametrize("make", [param for param in SMALL if param.id in ("resnet8", "wide_resnet")])
 def test_compiles_as_one_graph(make):
     torch.manual_seed(0)
     network, images = make().eval(), torch.randn(2, 3, 32, 32)

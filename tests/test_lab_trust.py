@@ -14,8 +14,8 @@ from plures.calibration import ClassCalibration
 from plures.lab.cli.main import main
 from plures.lab.compare.rows import rows_of
 from plures.lab.compare.table import columns
-from plures.lab.evaluation.evaluate import evenly, predictions
-from plures.lab.evaluation.trust import among_strangers, at_home, kept_trust, measured_trust
+from plures.lab.evaluation.evaluate import evenly, predictions, told_apart
+from plures.lab.evaluation.trust import at_home, kept_trust, measured_trust
 from plures.lab.runs.open import open_run
 from trust_promises import on_demand, promises
 
@@ -114,7 +114,7 @@ def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypat
     assert "python docs/make/trust.py runs/digits" in page
     assert str(runs) not in page
     pictures = sorted(path.name for path in (tmp_path / "results").iterdir())
-    assert pictures == [f"trust-{name}.svg" for name in ("on-demand", "risk-coverage", "shift", "strangers")]
+    assert pictures == [f"trust-{name}.svg" for name in ("on-demand", "risk-coverage", "shift")]
     for name in pictures:
         assert f"results/{name}" in page
 
@@ -159,12 +159,10 @@ def test_what_is_measured_at_home_is_what_the_metrics_say() -> None:
         kept = calibration.selection(one["risk"], delta=0.05).threshold <= members.mean(0).amax(1).double()
         assert one["answered"] == pytest.approx(float(kept.double().mean()))
         assert one["wrong"] <= one["risk"]
-    strangers = among_strangers(members, torch.full((3, 50, 4), 0.25))
-    assert sum(strangers["known"]) == pytest.approx(1)
-    assert strangers["strange"][-1] == pytest.approx(1)
-    assert [one["score"] for one in strangers["scores"]][-1] == "mutual information"
-    alone = among_strangers(members[:1], torch.full((1, 50, 4), 0.25))
-    assert [one["score"] for one in alone["scores"]] == ["1 - max p", "entropy"]
+    apart = told_apart(members, torch.full((3, 50, 4), 0.25))
+    assert [one["score"] for one in apart][-1] == "mutual information"
+    alone = told_apart(members[:1], torch.full((1, 50, 4), 0.25))
+    assert [one["score"] for one in alone] == ["1 - max p", "entropy"]
 
 
 def test_sentences_follow_from_the_figures() -> None:

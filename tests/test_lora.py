@@ -7,11 +7,9 @@ import torch
 
 import plures
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
 
 def adapted() -> torch.nn.Module:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")  # seconds of every process
     torch.manual_seed(0)
     config = transformers.DistilBertConfig(vocab_size=500, dim=64, n_layers=2, n_heads=2, hidden_dim=128, num_labels=3)
     wrapped = {"target_modules": ["q_lin", "v_lin"], "modules_to_save": ["pre_classifier", "classifier"]}

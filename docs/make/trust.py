@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
     found = {row.name: _measured(row, asked.data_dir, asked.ood) for row in rows}
     pictures = asked.out.parent / PICTURES.name
     pictures.mkdir(exist_ok=True)
-    draw(found, pictures, asked.ood)
+    draw(found, pictures)
     asked.out.write_text(page(rows, found, asked.ood))
     print(asked.out, file=sys.stderr)
 

@@ -1,6 +1,5 @@
 """The four figures of docs/trust.md: shift, out-of-distribution data, risk against coverage, members on demand."""
 
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ from plures.lab.method_names import Look, looks_of
 from plures.lab.paper.figures import INK, RULES, WIDTH
 
 Found = Mapping[str, Mapping[str, Any]]
-KNOWN = "#9A9A9A"
-PER_LINE = 4  # histograms
 
 
-def draw(found: Found, folder: Path, ood: str) -> None:
-    """Draw the four figures."""
+def draw(found: Found, folder: Path) -> None:
+    """Draw the three figures."""
     looks = looks_of(found)
     with matplotlib.rc_context({**RULES, "axes.grid": True, "xtick.color": INK, "ytick.color": INK}):
         _severity(found, looks, folder / "trust-shift.svg")
-        _strangers(found, looks, folder / "trust-strangers.svg", ood)
         _risk(found, looks, folder / "trust-risk-coverage.svg")
         _on_demand(found, looks, folder / "trust-on-demand.svg")
 
@@ -43,31 +39,6 @@ def _severity(found: Found, looks: Mapping[str, Look], path: Path) -> None:
     axes[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes[1].set_ylim(bottom=0)
     _legend(figure, axes[0])
-    _save(figure, path)
-
-
-def _strangers(found: Found, looks: Mapping[str, Look], path: Path, ood: str) -> None:
-    columns = min(PER_LINE, len(found))
-    lines = -(-len(found) // columns)
-    size = (WIDTH, 2.1 * lines + 0.35)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
-    for axis, (name, one) in zip(axes.flat, found.items(), strict=False):
-        counts = one["ood"]
-        step = counts["most"] / len(counts["known"])
-        edges = [step * place for place in range(len(counts["known"]) + 1)]
-        axis.stairs(counts["known"], edges, color=KNOWN, fill=True, alpha=0.6, label="in-distribution")
-        axis.stairs(counts["strange"], edges, color=looks[name].colour, lw=1.6, label=ood)
-        axis.set_title("\n".join(textwrap.wrap(name, 22)))
-        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    figure.supxlabel("entropy of the prediction, nats", fontsize=matplotlib.rcParams["font.size"])
-    axes[0, 0].set_ylabel("share of the images")
-    own, other = axes[0, 0].get_legend_handles_labels()[0]
-    other = plt.Line2D([], [], color=INK, lw=1.6) if len(found) > 1 else other
-    figure.legend([own, other], ["in-distribution", ood], loc="outside upper center", ncols=2)
     _save(figure, path)
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from plures.calling import rows_of
-from plures.checks import one_of
 from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
 from plures.exporting.inference import Inference, SplitMembers, named_tensors
@@ -30,7 +29,6 @@ FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weigh
 _OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
 
-Format = Literal["onnx", "pt2"]
 Run = Callable[..., dict[str, Tensor]]
 
 
@@ -43,7 +41,6 @@ class Exported:
     """
 
     path: Path
-    format: Format
     bytes: int
     stored: str
     """How the file stores the members' weights, which determines its size."""
@@ -56,7 +53,6 @@ def export(
     path: str | Path,
     example_inputs: Any,
     *,
-    format: Format | None = None,
     classes: Sequence[str] | None = None,
     preprocess: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -74,7 +70,7 @@ def export(
     ensemble mean, std, aleatoric, epistemic and members, like `regress`. The outputs are calibrated if the ensemble is.
     A split ensemble takes about the size of one network, because its members are extracted when the file is loaded.
 
-    - `format`: "onnx" (extra [export]) or "pt2", a program for torch.export.load; by default, the ending of the path.
+    - `path`: ends in .onnx (extra [export]), or in .pt2 for torch.export.load.
     - `preprocess`: a module that becomes the first step; `example_inputs` are then its inputs, such as uint8 pixels.
     - `classes`, `metadata`: stored in the file as JSON.
 
@@ -83,13 +79,11 @@ def export(
     same outputs.
     """
     path = Path(path)
-    chosen = format or path.suffix.removeprefix(".")
-    if format is None and chosen not in ("onnx", "pt2"):
-        raise PluresError(f"{path} ends neither in .onnx nor in .pt2: change the name, or give the format")
-    one_of("format", chosen, ("onnx", "pt2"))
+    if path.suffix not in (".onnx", ".pt2"):
+        raise PluresError(f"{path} ends neither in .onnx nor in .pt2, which name the formats: change the name")
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
-    if chosen == "onnx":
+    if path.suffix == ".onnx":
         _need_onnx()
     inference, program = program_of(ensemble, example_inputs, preprocess)
     traced = program.module()
@@ -109,7 +103,7 @@ def export(
     }
     named = {} if classes is None else {"classes": list(classes)}
     about = {name: json.dumps(value) for name, value in {"plures": described, **named, **(metadata or {})}.items()}
-    if chosen == "pt2":
+    if path.suffix == ".pt2":
         _check_agreement(inference, ensemble, traced, traced, path)
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)
@@ -117,7 +111,7 @@ def export(
         contents = _onnx_bytes(program, named_tensors(inference.like), inference.outputs, about)
         _check_agreement(inference, ensemble, traced, _onnx_run(contents), path)
         write(path, contents)
-    return Exported(path, "onnx" if chosen == "onnx" else "pt2", path.stat().st_size, stored, calibration)
+    return Exported(path, path.stat().st_size, stored, calibration)
 
 
 def _check_agreement(inference: Inference, ensemble: Ensemble, traced: nn.Module, run: Run, path: Path) -> None:
@@ -191,7 +185,7 @@ def _onnx_bytes(
     onnx.helper.set_model_props(model, dict(about))
     if model.ByteSize() > LARGEST:
         raise PluresError(
-            f"an ONNX file has at most 2 GB, but this ensemble takes {model.ByteSize():,} bytes: use format='pt2'"
+            f"an ONNX file has at most 2 GB, but this ensemble takes {model.ByteSize():,} bytes: write a .pt2 file"
         )
     contents: bytes = model.SerializeToString()
     return contents
@@ -206,7 +200,7 @@ def _onnx_run(contents: bytes) -> Run:
     try:
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of errors for each reason
-        raise PluresError(f"onnxruntime cannot run the exported network ({brief(error)}); use format='pt2'") from error
+        raise PluresError(f"onnxruntime cannot run the exported network ({brief(error)}); write a .pt2 file") from error
     inputs = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
 
@@ -225,9 +219,9 @@ def _unwritable(program: ExportedProgram, error: Exception) -> PluresError:
         reasons.append(before)
     missing = _OPERATOR.findall("\n".join(map(str, reversed(reasons))))
     if not missing:
-        return PluresError(f"cannot export the network to ONNX: {brief(reasons[-1])}; use format='pt2'")
+        return PluresError(f"cannot export the network to ONNX: {brief(reasons[-1])}; write a .pt2 file")
     operator = ".".join(missing[0])
     plain = missing[0][0].partition(".")[2]  # the exporter takes some apart first: special_bessel_j0 into bessel_j0
     traces = [node.meta.get("stack_trace") or "" for node in program.graph.nodes if plain in str(node.target)]
     caller = line_of([found for trace in traces for found in _FRAME.findall(trace)]).removesuffix(",")
-    return PluresError(f"cannot export the network: ONNX has no {operator}, which {caller} calls; use format='pt2'")
+    return PluresError(f"cannot export the network: ONNX has no {operator}, which {caller} calls; write a .pt2 file")

@@ -39,7 +39,7 @@ def program_of(
     if len(first) == 1:  # torch takes an axis of length one for one that always has this length
         given = rows_of(given, torch.tensor([0, 0]))
     inference = Inference(ensemble, given, preprocess)
-    with suppress(RuntimeError, TypeError, ValueError):  # an error of the network's own is told with its line below
+    with suppress(RuntimeError, TypeError, ValueError):  # an error of the network is reported with its line below
         inference.live(ensemble, given)
     tensors = tuple(named_tensors(given).values())
     batch = Dim("batch", min=1)

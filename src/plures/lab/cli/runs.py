@@ -4,7 +4,7 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
 
@@ -149,8 +149,6 @@ class Export(Command):
     run: RunPath
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """The file to write: .onnx, or .pt2 for torch.export.load."""
-    format: Annotated[Literal["onnx", "pt2"] | None, arg(metavar="{onnx,pt2}", help_behavior_hint="")] = None
-    """The format, if the file name does not end with it."""
     trust_code: TrustCode = False
     json: Json = False
 
@@ -161,9 +159,9 @@ class Export(Command):
 
         check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
-        found = run.export(self.file, self.format)
+        found = run.export(self.file)
         if self.json:
-            named = ("format", "bytes", "stored", "calibration")
+            named = ("bytes", "stored", "calibration")
             print_json({"file": str(self.file)} | {name: getattr(found, name) for name in named})
             return 0
         print(f"{visible(str(self.file))}: {found.bytes:,} bytes, {found.stored}")

@@ -93,7 +93,7 @@ def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: No
 
 
 def evenly(split: DataSplit, most: int) -> DataSplit:
-    """Take at most so many rows of a split, evenly over all of it, so that every class keeps its share."""
+    """Return at most `most` rows of a split, evenly spaced, so that every class keeps its share."""
     if len(split) <= most:
         return split
     places = np.linspace(0, len(split) - 1, most).round().astype(int)
@@ -111,7 +111,7 @@ UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
 def told_apart(inside: Tensor, outside: Tensor) -> list[dict[str, Any]]:
     """Measure how well each score tells other samples, [members, samples, classes], from the data's own.
 
-    A single member has nobody to disagree with, so that mutual information says nothing and is left out.
+    Mutual information is left out for a single member, because it is the disagreement of several.
     """
     return [
         {"score": name} | dataclasses.asdict(metrics.ood(score(inside), score(outside)))

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Annotated, Any, NotRequired
 
 import numpy as np
-import torch
 from msgspec import Meta
 from torch import Tensor
 
@@ -24,24 +23,17 @@ from plures.lab.runs.open import open_run
 
 FILE = "trust.json"
 POINTS = 100  # of a risk-coverage curve
-BINS = 25  # of a histogram
 
 # Names the corruptions and their strengths: figures of others must not stand in one table with these.
 CONSTANTS = files.digest(repr([(name, strengths) for name, (_, strengths) in KINDS.items()]).encode())
 
 Trust = dict[str, Any]
-_Bins = Annotated[list[Number], Meta(min_length=BINS, max_length=BINS)]
 _Severities: Any = Annotated[list[schema(**SCORES)], Meta(min_length=5, max_length=5)]  # type: ignore[misc]
 TRUST = schema(
     home=schema(images=Whole, members=Whole, **SCORES),
     risk_coverage=schema(coverage=list[Number], risk=list[Number]),
     shift=NotRequired[schema(images=Whole, by_severity=_Severities, constants=str, **SCORES)],
-    ood=NotRequired[
-        schema(
-            **{"data": str, "most": Annotated[float, Meta(gt=0, le=1e300)], "known": _Bins, "strange": _Bins},
-            scores=list[schema(score=str, auroc=Number, fpr95=Number)],  # type: ignore[misc]
-        )
-    ],
+    ood=NotRequired[schema(data=str, scores=list[schema(score=str, auroc=Number, fpr95=Number)])],  # type: ignore[misc]
 )
 
 
@@ -52,9 +44,9 @@ def kept_trust(folder: Path) -> Trust:
         return {}
     advice = "remove it, and it is measured again"
     found = read_object(path, TRUST, advice)
-    curve, told = found["risk_coverage"], found["ood"]["scores"] if "ood" in found else [{"score": "entropy"}]
+    curve, scored = found["risk_coverage"], found["ood"]["scores"] if "ood" in found else [{"score": "entropy"}]
     fits = len(curve["risk"]) == len(curve["coverage"]) and max(curve["coverage"], default=0) >= 0.5
-    if not fits or "entropy" not in [one["score"] for one in told]:
+    if not fits or "entropy" not in [one["score"] for one in scored]:
         raise PluresError(f"{path} is damaged or was written by another program, its figures do not fit: {advice}")
     if "shift" in found and found["shift"]["constants"] != CONSTANTS:
         del found["shift"]
@@ -78,7 +70,7 @@ def measured_trust(
         return found
     run = open_run(folder, trust_code=trust_code)
     data = run.data(data_dir)
-    # Other data that are missing are told before the first long measurement, not after it.
+    # Missing data raise an error before the first long measurement, not after it.
     other = open_data(ood, data_dir=data_dir, like=data.info).test if ood is not None and ood_missing else None
     if not found or other is not None:
         tell(f"{len(data.test):,} test images as they are")
@@ -88,7 +80,8 @@ def measured_trust(
     if other is not None:
         some = evenly(other, OTHER_IMAGES)
         tell(f"{len(some):,} images of {ood}")
-        keep(folder, found, {"ood": {"data": ood, **among_strangers(members, predictions(run.ensemble, some)[0])}})
+        apart = told_apart(members, predictions(run.ensemble, some)[0])
+        keep(folder, found, {"ood": {"data": ood, "images": len(some), "scores": apart}})
     if shift_missing:
         keep(folder, found, {"shift": under_shift(run.ensemble, data, tell)})
     return found
@@ -131,15 +124,6 @@ def under_shift(ensemble: Any, data: Data, tell: Tell = lambda words: None) -> T
         ],
         **_means(rows),
     }
-
-
-def among_strangers(inside: Tensor, outside: Tensor) -> Trust:
-    """Measure how well doubt tells other data, [members, samples, classes], from the own."""
-    most = float(np.log(inside.shape[-1]))
-    doubt = [metrics.uncertainty(one).total for one in (inside, outside)]
-    known, strange = ((torch.histc(one, BINS, 0, most) / len(one)).tolist() for one in doubt)
-    found = {"images": outside.shape[1], "scores": told_apart(inside, outside)}
-    return found | {"known": known, "strange": strange, "most": most}
 
 
 def keep(folder: Path, found: Trust, more: Trust) -> None:

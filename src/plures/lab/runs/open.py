@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.exporting.exported import Exported, Format, export
+from plures.exporting.exported import Exported, export
 from plures.files import is_file
 from plures.lab.data import Data, DataInfo, open_data
 from plures.lab.data.sources import expanded, local_path
@@ -132,7 +132,7 @@ class Run:
             )
         return data
 
-    def export(self, path: Path, format: Format | None = None) -> Exported:
+    def export(self, path: Path) -> Exported:
         """Write the run as one file that takes uint8 pixels."""
         info = self.info
         preprocessing = {
@@ -154,7 +154,6 @@ class Run:
             self.ensemble.cpu(),
             path,
             torch.zeros(2, info.size, info.size, info.channels, dtype=torch.uint8),
-            format=format,
             classes=list(info.classes),
             preprocess=_Normalise(info),
             metadata={"preprocessing": preprocessing, "provenance": provenance},
