@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plures.checks import number, unknown, whole_number
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
-from plures.methods.orthogonal_dropout.roles import SMALL_COUNT, Role, check_pretrained, classifier_tensors
+from plures.methods.orthogonal_dropout.roles import SMALL_COUNT, Role, classifier_tensors
 from plures.methods.orthogonal_dropout.roles import roles as roles_of
 from plures.tensors import canonical, layers, tensors
 
@@ -64,7 +64,6 @@ def adapt(
     if roles is not None and last is not None:
         raise PluresError("roles= says what is shared, and so does last=: give one of them")
     if roles is None:
-        check_pretrained(network)
         if share is not None:
             number("share", share, "a number above 0 and at most 1/members", above=0)
         roles = _roles(network, members, share, last)

@@ -55,9 +55,8 @@ def to_tensors(split: SplitNetwork, draft: nn.Module | None, dtype: torch.dtype 
         for name, row in split.private.rows(member).items():
             result[_place(member, name)] = as_stored(row, dtype, like=weights[name])
     complete = len(split.trained) == split.members
-    kept = set() if split.background else {Role.SHARED}
-    kept |= set() if complete else {Role.PRIVATE}
-    result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if split.roles[name] in kept}
+    left_out = {Role.SPLIT} | ({Role.PRIVATE} if complete else set()) | ({Role.SHARED} if split.background else set())
+    result |= {f"given/{name}": as_stored(t, dtype) for name, t in weights.items() if split.roles[name] not in left_out}
     if draft is not None:
         result |= {f"draft/{name}": tensor.detach() for name, tensor in own_tensors(draft).items()}
     return result
