@@ -193,7 +193,7 @@ class Private(nn.Module):
         if name not in self._stack_names:
             return None
         stack: Tensor = getattr(self, self._stack_names[name])
-        return stack.view(-1, *self._shapes[name])
+        return stack.view(len(stack), *self._shapes[name])
 
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
         """Overwrite all tensors of one member."""
