@@ -23,9 +23,10 @@ static float *numbers(int64_t count) {
 }
 
 static double convolution(int lanes) {
-    const int members = 2 + below(3), images = 1 + below(2), channels = 1 + below(40), outputs = 1 + below(10), k = 1 + below(4);
-    const int stride = 1 + below(3), padding = below(3), whole = below(2), taps = k * k, group = 1 + below(channels);
-    int height = 1 + below(12), width = 1 + below(12);
+    const int usual = below(2); /* 3x3 kernels over maps of even size, which may be read where they are */
+    const int members = 2 + below(3), images = 1 + below(usual ? 6 : 2), channels = 1 + below(40), outputs = 1 + below(10), k = usual ? 3 : 1 + below(4);
+    const int stride = 1 + below(usual ? 2 : 3), padding = usual ? 1 : below(3), whole = usual || below(2), taps = k * k, group = 1 + below(channels);
+    int height = usual ? (1 << (1 + below(3))) * stride : 1 + below(12), width = usual ? (below(2) ? height : (1 << below(4)) * stride) : 1 + below(12);
     if (height + 2 * padding < k) height = k;
     if (width + 2 * padding < k) width = k;
     const int out_height = (height + 2 * padding - k) / stride + 1, out_width = (width + 2 * padding - k) / stride + 1;

@@ -80,9 +80,11 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:
     """Fill a structure, with the addresses of tensors; refuse numbers that do not fit, which ctypes would cut off."""
-    for (name, field), value in zip(kind._fields_, values, strict=True):  # type: ignore[misc]
-        if field is _INT and not -MOST < value < MOST:  # so that sums of two are integers, too
-            raise PluresError(f"{name} is {value}, and the native library counts to {MOST}: use smaller batches")
+    names = [name for name, field in kind._fields_ if field is _INT]  # type: ignore[misc]  # the last ones
+    numbers = values[-len(names) :]
+    if not -MOST < min(numbers) <= max(numbers) < MOST:  # so that sums of two are integers, too
+        name, value = next(pair for pair in zip(names, numbers, strict=True) if not -MOST < pair[1] < MOST)
+        raise PluresError(f"{name} is {value}, and the native library counts to {MOST}: use smaller batches")
     return kind(*(value.data_ptr() if isinstance(value, Tensor) else value for value in values))
 
 

@@ -233,6 +233,8 @@ def _to_input(
     """
     size, stride, padding = shape
     to_x = memory.empty(len(gradient), *x.shape[1:])
+    if any(step > length for step, length in zip(stride, size, strict=True)):
+        to_x.zero_()  # no kernel reaches some of the pixels
     flipped = weight.reshape(-1, *size).index_select(0, kernels.backward.rows).flip(1, 2)
     for row in range(stride[0]):
         for column in range(stride[1]):
@@ -243,10 +245,7 @@ def _to_input(
                 offset = first + padding[axis] - size[axis] + 1
                 taps.append([k for k in range(size[axis]) if (offset + k) % stride[axis] == 0])
                 around.append(-((offset + taps[-1][0]) // stride[axis]) if taps[-1] else 0)
-            if not target.numel():
-                continue
-            if not all(taps):
-                target.zero_()
+            if not target.numel() or not all(taps):
                 continue
             part = flipped[:, taps[0][0] :: stride[0], taps[1][0] :: stride[1]].flatten(1).contiguous()
             sides = Shape((len(taps[0]), len(taps[1])), (1, 1), tuple(around))
