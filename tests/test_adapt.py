@@ -15,6 +15,7 @@ import plures
 from attack.forgery import Forgery
 from networks import images, labels
 from plures import PluresError
+from plures.lab.cli.main import main
 from plures.lab.sharing import from_hub, push_to_hub
 from plures.methods.orthogonal_dropout.file import gaps
 from plures.methods.orthogonal_dropout.masks import spread
@@ -232,6 +233,14 @@ def test_hub_and_export(adapted: OrthogonalDropout, tmp_path: Path) -> None:
     plures.export(ensemble, tmp_path / "birds.pt2", images())
     program = torch.export.load(tmp_path / "birds.pt2").module()
     torch.testing.assert_close(program(images())["members"], ensemble.predict(images()).members)
+
+
+def test_a_run_folder_contains_the_given_network(tmp_path: Path) -> None:
+    few = ["--width", "16", "--limit", "200", "--epochs.train", "1"]
+    assert main(["train", "digits", "--method", "deterministic", *few, "--run", str(tmp_path / "one")]) == 0
+    changes = ["--set", "background=given", "--set", "share=0.1", "--members", "2", "--weights", str(tmp_path / "one")]
+    assert main(["train", "digits", *changes, *few, "--run", str(tmp_path / "changes")]) == 0
+    assert main(["evaluate", str(tmp_path / "changes")]) == 0
 
 
 def test_only_the_last_blocks_change() -> None:

@@ -57,3 +57,16 @@ def test_layers_inside_of_wrappers_can_be_split() -> None:
     train(ensemble)
     assert ensemble.trained == [0, 1]
     assert ensemble.predict(INPUTS).members.shape == (2, 8, 3)
+
+
+def test_the_file_of_changes_holds_the_adapters_alone(tmp_path: Path) -> None:
+    ensemble = plures.adapt(adapted(), 3)
+    train(ensemble)
+    plures.save(ensemble, tmp_path / "adapters.safetensors")
+    assert (tmp_path / "adapters.safetensors").stat().st_size < 0.5 * ensemble.given.nbytes
+    loaded = plures.load(tmp_path / "adapters.safetensors", adapted())
+    assert torch.equal(loaded.predict(INPUTS).members, ensemble.predict(INPUTS).members)
+    merged = adapted()
+    merged.merge_adapter()
+    with pytest.raises(plures.PluresError, match="adapters of .* are merged into its weights"):
+        plures.adapt(merged)

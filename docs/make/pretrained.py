@@ -6,7 +6,7 @@
 DATA/trec has train.parquet and test.parquet, with the columns text and label. Rates are chosen for each method by the
 NLL of 100 of the 300 questions, after training one member on the other 200. Every finished run is kept in
 docs/results/pretrained.json, so the same command continues after an interruption. The table goes to
-docs/results/pretrained.md, and from there into docs/guide/pretrained-network.md.
+docs/results/pretrained.md.
 """
 
 import argparse
