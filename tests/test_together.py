@@ -217,6 +217,29 @@ def test_members_run_side_by_side_in_torch_alone(
         torch.testing.assert_close(buffer.double(), exact.get_buffer(name).double(), rtol=1e-4, atol=1e-5, msg=name)
 
 
+class Scaled(nn.Module):
+    """A network with a table as long as a batch of four."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.register_buffer("scale", torch.arange(1.0, 5.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x) * self.scale
+        return logits
+
+
+def test_a_table_as_long_as_the_batch_is_not_taken_for_one() -> None:
+    stage = next(made(Scaled, dtype=torch.float32).stages())
+    x = networks.images(4)
+    stage.logits(networks.images(7))
+    assert stage.engine._prepared is not None
+    torch.testing.assert_close(stage.logits(x), stage.network(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("make", [networks.mlp, convolutions, depthwise])
 def test_members_run_side_by_side_on_any_device(make: Callable[[], nn.Module]) -> None:
     network = next(made(make, dtype=torch.float32).stages()).network.to("meta")

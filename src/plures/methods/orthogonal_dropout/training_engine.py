@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -340,7 +340,10 @@ class _Prepared(fx.Interpreter):
         self.blocked: dict[fx.Node, str] = {}  # nodes whose values are blocked: images or rows
         self.apart: set[fx.Node] = set()  # nodes whose values differ between members
         self.own = {node for node in traced.nodes if subject.members > 1 and self._has_own(node)}
+        self.of_batch: set[fx.Node] = set()  # nodes that depend on what the network is called with
         for node in traced.nodes:
+            if node.op == "placeholder" or not self.of_batch.isdisjoint(node.all_input_nodes):
+                self.of_batch.add(node)
             if (kind := self._stays_blocked(node)) is not None:
                 self.blocked[node] = kind
             if self._is_apart(node):
@@ -493,7 +496,7 @@ class _Prepared(fx.Interpreter):
                 return self._linear(node, args[0])
             if not self.on_cpu and self._is_grouped(node):
                 return self._grouped(node, args[0])
-        args, kwargs = map_aggregate((args, kwargs), self._side_by_side)
+        args, kwargs = map_arg((node.args, node.kwargs), self._repeated)
         if node not in self.own:
             return self._call(node, args, kwargs, _Blocked.plain)
         layer, members = self.traced.layers[node], self.subject.members
@@ -565,6 +568,10 @@ class _Prepared(fx.Interpreter):
 
     def _in_batch(self, x: Tensor) -> Tensor:
         return torch.unflatten(x, 1, (self.subject.members, -1)).transpose(0, 1).flatten(0, 1)
+
+    def _repeated(self, node: fx.Node) -> Any:
+        """Return the value of a node side by side, if it comes from the batch: a tensor of the network never does."""
+        return self._side_by_side(self.env[node]) if node in self.of_batch else self.env[node]
 
     def _side_by_side(self, value: Any) -> Any:
         """Return a value of all members as samples one after the other; what all members share is repeated."""
