@@ -185,7 +185,8 @@ class Ensemble(Predictor, ABC):
         - `loader`: batches of (inputs, targets), or of dicts with `labels`, that can be read in every epoch.
         - `epochs`: of each stage; pruning takes a tenth of them. A dict has them by phase.
         - `validation`: held-out batches; their accuracy is shown, and they calibrate the trained ensemble.
-        - `optimizer`: a function that makes the optimizer of a stage; by default AdamW with a rate of 0.001.
+        - `optimizer`: a function that makes the optimizer of a stage; by default AdamW with a rate of 0.001 times
+          `stage.pace`: members with few weights of their own want a higher rate.
         - `schedule`: "cosine" lets the rate rise for a twentieth of a stage and fall to zero; "constant" keeps it.
         - `device`: where to train; by default where the ensemble is.
         - `checkpoint`: a file that is written after every epoch; the same call continues from it, with the same bits.

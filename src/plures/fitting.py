@@ -290,10 +290,10 @@ def _loop(
         lay_out(stage, size, device, mixed=False)
     steps = len(loader) if isinstance(loader, Sized) else None
     total = epochs * (steps or 1)
-    if steps is not None and total < FEW_STEPS:
+    if steps is not None and total < FEW_STEPS and step.phase != "prune":
         log.warning(
             f"stage '{step.name}' has only {total} steps, {epochs} epochs of {steps} batches: if it learns too little, "
-            f"use smaller batches, or epochs={math.ceil(FEW_STEPS / steps)} or more"
+            f"use smaller batches, or epochs={math.ceil(FEW_STEPS / max(1, steps))} or more"
         )
     factor = partial(_cosine, total=total) if schedule == "cosine" else lambda _: 1.0
     return StageLoop(stage, loader, steps, epochs, optimizer(stage), factor, seed=seed, device=device)
@@ -309,7 +309,7 @@ def _epochs_of(phase: str, epochs: int | Mapping[str, int]) -> int:
 
 
 def _default_optimizer(stage: Stage) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(stage.parameter_groups(weight_decay=DECAY), lr=RATE)
+    return torch.optim.AdamW(stage.parameter_groups(weight_decay=DECAY), lr=RATE * stage.pace)
 
 
 def _cosine(step: int, total: int) -> float:
