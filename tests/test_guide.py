@@ -53,7 +53,8 @@ def test_the_code_runs(page, names, monkeypatch) -> None:
     exec(compile(code(page, "python"), page, "exec"), names)
     if page == "README.md":
         assert names["prediction"].members.shape == (5, 32, 10)
-        assert names["ensemble"].predict(names["images"]).probabilities.equal(names["prediction"].probabilities)
+        again = names["ensemble"].predict(names["loader"][0][0])
+        assert again.probabilities.equal(names["prediction"].probabilities)
     if page == "CONTRIBUTING.md":
         ensemble = names["Committee"](names["network"], members=2)
         for stage in ensemble.stages():

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.checks import number, unknown, whole_number
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.methods.orthogonal_dropout.method import OrthogonalDropout, Schedule
 from plures.methods.orthogonal_dropout.roles import SMALL_COUNT, Role, classifier_tensors
 from plures.methods.orthogonal_dropout.roles import roles as roles_of
 from plures.tensors import canonical, layers, tensors
@@ -18,18 +18,22 @@ from plures.tensors import canonical, layers, tensors
 log = logging.getLogger("plures")
 
 
-def split(network: nn.Module, members: int = 5, **options: Any) -> OrthogonalDropout:
-    """Split a network that is not trained yet into members that share no weight.
+def split(
+    network: nn.Module, members: int = 5, *, schedule: Schedule = "together", **options: Any
+) -> OrthogonalDropout:
+    """Split a network that is not trained yet into members that share no weight, and train in one stage.
 
         ensemble = plures.split(network, members=5)
+        ensemble.fit(loader, epochs=60)  # about twice the epochs of a plain network
 
-    The options are those of `plures.OrthogonalDropout`. To keep what a pre-trained network knows, use `plures.adapt`.
+    `schedule="sequential"` is the paper's algorithm, which optimises the masks and takes longer. The other options are
+    those of `plures.OrthogonalDropout`. To keep what a pre-trained network knows, use `plures.adapt`.
     """
     trained = _why_trained(network) if isinstance(network, nn.Module) else None
     kept = "given" in (options.get("init"), options.get("background"))
     if trained is not None and not kept:
         log.warning("%s, and splitting it draws new weights: plures.adapt(network) keeps what it knows", trained)
-    return OrthogonalDropout(network, members, **options)
+    return OrthogonalDropout(network, members, schedule=schedule, **options)
 
 
 def adapt(
