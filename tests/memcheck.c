@@ -8,8 +8,9 @@
 const Kernels *plures_kernels(const char *);
 int plures_convolution(const Kernels *, const Convolution *, int threads);
 int plures_block_linear(const Kernels *, const BlockLinear *, int threads);
-int plures_kernel_gradient(const Kernels *, const KernelGradient *, int threads);
-int plures_norm(const Kernels *, const Norm *, int threads);
+int plures_steps(const Kernels *, const int *kinds, const void *const *layers, int steps, int members, int threads);
+
+static void step(int kind, const void *layer, int members, int threads) { plures_steps(plures_kernels("portable"), &kind, &layer, 1, members, threads); }
 
 static uint64_t state = 88172645463325252u;
 static int below(int n) {
@@ -119,9 +120,9 @@ static double gradient(void) {
     places = realloc(places, sizeof(int32_t) * (at ? at : 1)), rows = realloc(rows, sizeof(int32_t) * (at ? at : 1));
     float *x = numbers((shared ? 1 : members) * blocks * channels * map), *given = numbers(members * blocks * outputs * out_map);
     float *to = numbers((int64_t)members * all * taps);
-    const KernelGradient layer = {x, given, to, starts, places, rows, shared ? 0 : blocks * channels * map, members, blocks, channels,
+    const KernelGradient layer = {x, given, to, starts, places, rows, shared ? 0 : blocks * channels * map, blocks * outputs * out_map, members, blocks, channels,
                                   height, width, outputs, out_height, out_width, k, kw, stride, stride, padding, padding};
-    plures_kernel_gradient(plures_kernels("portable"), &layer, 1 + below(3));
+    step(STEP_GRADIENT, &layer, members, 1 + below(3));
     double worst = 0;
     for (int m = 0; m < members; m++)
         for (int c = 0; c < channels; c++)
@@ -149,11 +150,11 @@ static void norm(void) {
     for (int i = 0; i < 7; i++) a[i] = numbers(all);
     for (int i = 0; i < 6; i++) c[i] = numbers(members * channels);
     Norm layer = {.input = a[0], .residual = added ? a[1] : NULL, .weight = c[0], .bias = c[1], .gradient = a[2], .output = a[3],
-                  .mean = c[2], .variance = c[3], .to_residual = relu ? a[4] : NULL, .to_input = a[5], .to_weight = c[4],
-                  .to_bias = c[5], .members = members, .blocks = blocks, .channels = channels, .pixels = pixels, .epsilon = 1e-5, .relu = relu};
-    plures_norm(plures_kernels("portable"), &layer, 1 + below(3));
+                  .mean = c[2], .variance = c[3], .to_residual = relu && added ? a[4] : NULL, .to_input = a[5], .to_weight = c[4],
+                  .to_bias = c[5], .members = members, .blocks = blocks, .channels = channels, .pixels = pixels, .to_input_member_stride = below(2) * blocks * channels * pixels, .epsilon = 1e-5, .relu = relu};
+    step(STEP_NORM, &layer, members, 1 + below(3));
     layer.backward = 1;
-    plures_norm(plures_kernels("portable"), &layer, 1 + below(3));
+    step(STEP_NORM, &layer, members, 1 + below(3));
     for (int i = 0; i < 7; i++) free(a[i]);
     for (int i = 0; i < 6; i++) free(c[i]);
 }

@@ -23,7 +23,7 @@ from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
 from plures.native.rows import linear
-from plures.native.training import blocked, convolution, kernels_of, norm, unblocked
+from plures.native.training import Convolved, Memory, blocked, convolution, kernels_of, norm, unblocked
 from plures.stage import Stage
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
@@ -53,6 +53,31 @@ def normed(x: Tensor, layer: nn.BatchNorm2d, shortcut: Tensor | None = None, rel
 
 
 # The functions
+
+
+@pytest.mark.parametrize(("side", "stride", "biased", "threads"), [(8, 1, False, 1), (8, 2, True, 3), (2, 1, True, 1)])
+def test_a_norm_layer_after_a_convolution_gives_the_bits_of_both_alone(side, stride, biased, threads):
+    members, channels, memory = 3, 6, Memory()
+    random = torch.Generator().manual_seed(0)
+    mine = torch.rand(members, channels, channels, generator=random) < 0.4
+    lanes = library.load().lanes
+    shapes = [(members, 5, channels, side, side, lanes), (channels, channels, 3, 3), *[(members, channels)] * 3]
+    results = []
+    for together in (False, True, True):  # the last one in memory that was used before
+        leaves = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for shape in shapes]
+        x, weight, scale, shift, bias = leaves
+        layer = Convolved(weight, bias if biased else None, kernels_of(mine), (stride, stride), (1, 1))
+        statistics = torch.zeros(members, channels), torch.ones(members, channels), torch.zeros(members)
+        shortcut = torch.ones(layer.shape(x))
+        options = {"relu": True, "memory": memory if together else None}
+        with with_threads(threads if together else 1):
+            given = (x, layer) if together else (convolution(x, *layer), None)
+            y = norm(given[0], scale, shift, *statistics, 0.1, 1e-5, shortcut, after=given[1], **options)
+            y.square().sum().backward()
+        results.append([y.detach().clone(), *statistics, *(one.grad for one in leaves if one.grad is not None)])
+        del y
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 @given(

@@ -117,12 +117,15 @@ static void convolution_item(const Job *job, int64_t item, void *scratch) {
     job->kernels->convolution_item(job->layer, job->threads, item, scratch);
 }
 
-int plures_convolution(const Kernels *kernels, const Convolution *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = convolution_item, .threads = threads};
-    job.items = kernels->convolution_items(layer, threads);
-    job.scratch = kernels->convolution_scratch(layer);
+static Job convolution_job(const Kernels *kernels, const Convolution *layer, int threads) {
     prefer_large_pages(layer->output, (int64_t)layer->members * layer->images * layer->outputs * layer->output_height
                                           * layer->output_width * layer->lanes);
+    return (Job){.kernels = kernels, .layer = layer, .item = convolution_item, .threads = threads,
+                 .items = kernels->convolution_items(layer, threads), .scratch = kernels->convolution_scratch(layer)};
+}
+
+int plures_convolution(const Kernels *kernels, const Convolution *layer, int threads) {
+    Job job = convolution_job(kernels, layer, threads);
     return share(&job);
 }
 
@@ -140,22 +143,38 @@ int plures_block_linear(const Kernels *kernels, const BlockLinear *layer, int th
 
 static void gradient_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->gradient_item(job->layer, item, scratch); }
 
-int plures_kernel_gradient(const Kernels *kernels, const KernelGradient *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = gradient_item, .threads = threads};
-    job.items = kernels->training->gradient_items(layer);
-    job.scratch = kernels->training->gradient_scratch(layer);
-    return share(&job);
-}
-
 static void norm_item(const Job *job, int64_t channel, void *scratch) {
     (void)scratch;
     job->kernels->training->norm_item(job->layer, channel);
 }
 
-int plures_norm(const Kernels *kernels, const Norm *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = norm_item, .threads = threads, .items = layer->members * layer->channels};
-    prefer_large_pages(layer->backward ? layer->to_input : layer->output, layer->members * layer->blocks * layer->channels * layer->pixels);
-    return share(&job);
+static Job job_of(const Kernels *kernels, int kind, const void *layer, int threads) {
+    if (kind == STEP_CONVOLUTION) return convolution_job(kernels, layer, threads);
+    Job job = {.kernels = kernels, .layer = layer, .item = gradient_item, .threads = threads};
+    if (kind == STEP_GRADIENT) {
+        job.items = kernels->training->gradient_items(layer);
+        job.scratch = kernels->training->gradient_scratch(layer);
+    } else {
+        const Norm *norm = layer;
+        job.item = norm_item;
+        job.items = norm->members * norm->channels;
+        prefer_large_pages(norm->backward ? norm->to_input : norm->output, norm->blocks * norm->channels * norm->pixels);
+    }
+    return job;
+}
+
+/* Run some steps, one after the other, for one member after the other: what a step writes is still in the cache when the next
+   one reads it. The items of a member follow one another. */
+int plures_steps(const Kernels *kernels, const int *kinds, const void *const *layers, int steps, int members, int threads) {
+    for (int member = 0; member < members; member++)
+        for (int step = 0; step < steps; step++) {
+            Job job = job_of(kernels, kinds[step], layers[step], threads);
+            const int64_t each = job.items / members;
+            atomic_store(&job.next, member * each);
+            job.items = (member + 1) * each;
+            if (share(&job)) return 1;
+        }
+    return 0;
 }
 
 static void rows_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->rows_item(job->layer, item, scratch); }

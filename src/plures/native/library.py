@@ -14,7 +14,7 @@ from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
 
-INTERFACE = 5  # PLURES_INTERFACE of owned.h
+INTERFACE = 6  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):

@@ -55,7 +55,7 @@ Affine = _structure(
 KernelGradient = _structure(
     "KernelGradient",
     (_POINTER, "input gradient to starts places rows"),
-    (_LONG, "input_member_stride"),
+    (_LONG, "input_member_stride gradient_member_stride"),
     (_INT, "members blocks channels height width outputs output_height output_width"),
     (_INT, "kernel_height kernel_width stride_y stride_x padding_y padding_x"),
 )
@@ -63,7 +63,7 @@ Norm = _structure(
     "Norm",
     (_POINTER, "input residual weight bias gradient output mean variance"),
     (_POINTER, "to_residual to_input to_weight to_bias"),
-    (_LONG, "members blocks channels pixels"),
+    (_LONG, "members blocks channels pixels to_input_member_stride"),
     (ctypes.c_double, "epsilon"),
     (_INT, "relu backward"),
 )
@@ -85,7 +85,9 @@ def filled(kind: type[ctypes.Structure], *values: Any) -> Any:
     if not -MOST < min(numbers) <= max(numbers) < MOST:  # so that sums of two are integers, too
         name, value = next(pair for pair in zip(names, numbers, strict=True) if not -MOST < pair[1] < MOST)
         raise PluresError(f"{name} is {value}, and the native library counts to {MOST}: use smaller batches")
-    return kind(*(value.data_ptr() if isinstance(value, Tensor) else value for value in values))
+    made = kind(*(value.data_ptr() if isinstance(value, Tensor) else value for value in values))
+    made.tensors = values  # live as long as their addresses are used
+    return made
 
 
 def floats(name: str, tensor: Tensor, *shape: int | None) -> Tensor:

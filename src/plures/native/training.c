@@ -229,7 +229,7 @@ static void gradient_item(const KernelGradient *c, int64_t item, float *scratch)
     const int member = item / items, first = item % items * CHANNELS_OF_ITEM, last = least(first + CHANNELS_OF_ITEM, c->channels);
     const int taps = c->kernel_height * c->kernel_width;
     const float *input = c->input + member * c->input_member_stride;
-    const float *gradient = c->gradient + (int64_t)member * c->blocks * c->outputs * out_map;
+    const float *gradient = c->gradient + member * c->gradient_member_stride;
     const int32_t *starts = c->starts + (int64_t)member * (c->channels + 1);
     float *copied = scratch + p.block * p.blocks, *vectors = copied + (p.ragged ? p.out_block * p.blocks * c->outputs : 0);
     NineTaps *nine = nine_taps_of(c, &p);
@@ -365,7 +365,7 @@ static void norm_item(const Norm *n, int64_t item) {
     if (n->backward) {
         own.gradient += maps;
         own.to_residual = n->to_residual ? n->to_residual + maps : NULL;
-        own.to_input += maps;
+        own.to_input += member * n->to_input_member_stride;
         own.to_weight += row;
         own.to_bias += row;
         norm_backward(&own, item % n->channels);

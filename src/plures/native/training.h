@@ -10,7 +10,7 @@ typedef struct {
     const float *input, *gradient; /* gradient: of the outputs */
     float *to;
     const int32_t *starts, *places, *rows;
-    int64_t input_member_stride; /* in floats; 0 if all members see the same input */
+    int64_t input_member_stride, gradient_member_stride; /* in floats; 0 if all members see the same */
     int32_t members, blocks, channels, height, width, outputs, output_height, output_width;
     int32_t kernel_height, kernel_width, stride_y, stride_x, padding_y, padding_x;
 } KernelGradient;
@@ -22,6 +22,7 @@ typedef struct {
     const float *input, *residual, *weight, *bias, *gradient; /* residual may be NULL */
     float *output, *mean, *variance, *to_residual, *to_input, *to_weight, *to_bias;
     int64_t members, blocks, channels, pixels; /* pixels: rows * columns * lanes */
+    int64_t to_input_member_stride;            /* in floats; 0 if what one member has written is read before the next one writes */
     double epsilon;
     int32_t relu, backward;
 } Norm;
@@ -38,6 +39,8 @@ typedef struct {
     int64_t input_member_stride; /* in floats; 0 if all members see the same input */
     int32_t members, rows, inputs, outputs, group;
 } Rows;
+
+enum { STEP_CONVOLUTION, STEP_GRADIENT, STEP_NORM }; /* what plures_steps runs */
 
 /* Work is cut into items that do not depend on the number of threads. Bytes of scratch are what each thread needs. */
 typedef struct {

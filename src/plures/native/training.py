@@ -4,10 +4,11 @@ Activations are blocked as in prediction, [members, blocks of images, channels, 
 there are lanes lie side by side and fill the CPU's vectors.
 """
 
+import ctypes
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -112,6 +113,46 @@ def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
     return MemberKernels(ordered(False, GROUP), ordered(True, GROUP), by_input, outputs, inputs)
 
 
+class Shape(NamedTuple):
+    """The size of a kernel, its stride and the zeros around the images: rows, columns."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+
+
+class Convolved(NamedTuple):
+    """A convolution of all members. The weight has all kernels, the bias is [members, outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    kernels: MemberKernels
+    stride: Sequence[int]
+    padding: Sequence[int]
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the outputs."""
+        size, stride, padding = self.weight.shape[-2:], self.stride, self.padding
+        sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
+        return len(self.kernels.forward.starts), x.shape[1], self.kernels.outputs, *sides, x.shape[5]
+
+    def checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Shape]:
+        """Return images, weight and bias as the native library reads them; refuse what does not fit."""
+        kernels, stride, padding, size = self.kernels, self.stride, self.padding, tuple(self.weight.shape[-2:])
+        members, outputs, inputs = len(kernels.forward.starts), kernels.outputs, kernels.inputs
+        x = floats("images", x, *[None] * 5, load().lanes)
+        own = [members] if self.weight.dim() == 5 else []
+        weight = floats("weight", self.weight, *own, outputs, inputs, *size)
+        bias = None if self.bias is None else floats("bias", self.bias, members, outputs)
+        sides = [x.shape[3 + i] + 2 * padding[i] - size[i] + 1 for i in (0, 1)]
+        numbers = (*stride, *size, *(around + 1 for around in padding))
+        fits = min(*x.shape, *sides) > 0 and all(0 < n <= 256 for n in numbers)
+        if not fits or len(x) not in (1, members) or x.shape[2] != inputs:
+            raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
+        check_kernels(kernels, weight.numel() // (size[0] * size[1]))
+        return x, weight, bias, Shape(size, tuple(stride), tuple(padding))
+
+
 def convolution(
     x: Tensor,
     weight: Tensor,
@@ -126,25 +167,9 @@ def convolution(
     `bias` is [members, outputs]. The gradient of a kernel comes from the member that has it; other kernels get zero.
     Results are written to `memory`.
     """
-    members, outputs, inputs = len(kernels.forward.starts), kernels.outputs, kernels.inputs
-    x = floats("images", x, *[None] * 5, load().lanes)
-    size = tuple(weight.shape[-2:])
-    weight = floats("weight", weight, *([members] if weight.dim() == 5 else []), outputs, inputs, *size)
-    bias = None if bias is None else floats("bias", bias, members, outputs)
-    sides = [x.shape[3 + i] + 2 * padding[i] - size[i] + 1 for i in (0, 1)]
-    numbers = (*stride, *size, *(around + 1 for around in padding))
-    if (
-        min(*x.shape, *sides) < 1
-        or not all(0 < n <= 256 for n in numbers)
-        or len(x) not in (1, members)
-        or x.shape[2] != inputs
-    ):
-        raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
-    check_kernels(kernels, weight.numel() // (size[0] * size[1]))
-    shape = Shape(size, tuple(stride), tuple(padding))
-    result: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, kernels, shape, memory or Memory()
-    )
+    x, weight, bias, shape = Convolved(weight, bias, kernels, stride, padding).checked(x)
+    given = _Given(kernels, shape, 0.0, False, memory or Memory())
+    result: Tensor = _Layer.apply(x, weight, bias, None, None, None, given)[0]  # type: ignore[no-untyped-call]
     return result
 
 
@@ -177,62 +202,116 @@ def check_kernels(kernels: MemberKernels, rows: int) -> None:
     remember(held, inputs, outputs, rows)
 
 
-class Shape(NamedTuple):
-    """The size of a kernel, its stride and the zeros around the images: rows, columns."""
+class _Given(NamedTuple):
+    kernels: MemberKernels | None
+    shape: Shape
+    epsilon: float
+    relu: bool
+    memory: Memory
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
+
+_CONVOLUTION, _GRADIENT, _NORM = range(3)  # as in training.h
 
 
-class _Convolution(torch.autograd.Function):
+class _Layer(torch.autograd.Function):
+    """A convolution, a norm layer, or both: one member after the other, so that it reads what is still in the cache."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: MemberKernels, shape: Shape, memory: Memory
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings = kernels, shape, memory
-        size, stride, padding = shape
-        sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
-        y = memory.empty(len(kernels.forward.starts), x.shape[1], kernels.outputs, *sides, x.shape[5])
-        values = weight.reshape(-1, size[0] * size[1]).index_select(0, kernels.forward.rows)
-        _sums(x, values, bias, kernels.forward, y, shape)
-        return y
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        given: _Given,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        kernels, (size, stride, padding), epsilon, relu, memory = given
+        steps, sums, members = [], x, len(x)
+        if weight is not None and kernels is not None:
+            members = len(kernels.forward.starts)
+            sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
+            sums = memory.empty(members, x.shape[1], kernels.outputs, *sides, x.shape[5])
+            values = weight.reshape(-1, size[0] * size[1]).index_select(0, kernels.forward.rows)
+            steps.append((_CONVOLUTION, _sums(x, values, bias, kernels.forward, sums, given.shape)))
+        y, mean, variance = sums, None, None
+        if scale is not None and shift is not None:
+            y, mean, variance = memory.empty(*sums.shape), torch.empty_like(scale), torch.empty_like(scale)
+            tensors = [sums, residual, scale, shift, None, y, mean, variance, None, None, None, None]
+            steps.append((_NORM, _norm(tensors, 0, epsilon, relu, backward=False)))
+            ctx.mark_non_differentiable(mean, variance)
+        _run(steps, members)
+        normed = (sums, scale, shift, mean, variance) if mean is not None else [None] * 5
+        ctx.save_for_backward(x, weight, *normed, y if relu and residual is not None else None)
+        ctx.given = given
+        return y, mean, variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         gradient = floats("gradient", gradients[0], *gradients[0].shape)
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        kernels, shape, memory = ctx.settings
-        to_x = _to_input(gradient, x, weight, kernels, shape, memory) if needs_x else None
-        to_weight = _to_weight(gradient, x, weight, kernels, shape) if needs_weight else None
-        return to_x, to_weight, gradient.sum((1, 3, 4, 5)) if needs_bias else None, None, None, None
+        x, weight, sums, scale, shift, mean, variance, y = ctx.saved_tensors
+        kernels, shape, epsilon, relu, memory = ctx.given
+        needs_x, needs_weight, needs_bias, added = ctx.needs_input_grad[:4]
+        steps, to_sums, to_scale, to_shift = [], gradient, None, None
+        passed = gradient if y is None else memory.empty(*gradient.shape)
+        if sums is not None:
+            # What a convolution reads at once needs room for one member only.
+            kept = len(sums) if weight is None or needs_bias else 1
+            to_sums = memory.empty(kept, *sums.shape[1:])
+            to_scale, to_shift = torch.empty_like(scale), torch.empty_like(scale)
+            to_passed = None if y is None else passed
+            tensors = [sums, None, scale, shift, gradient, y, mean, variance, to_passed, to_sums, to_scale, to_shift]
+            apart = to_sums.stride(0) if kept > 1 else 0
+            steps.append((_NORM, _norm(tensors, apart, epsilon, relu, backward=True)))
+        to_weight = to_bias = None
+        to_x: Tensor | None = to_sums
+        if weight is not None:
+            if needs_x:
+                to_x = memory.empty(len(gradient), *x.shape[1:])
+                _to_input(to_sums, to_x, weight, kernels, shape, steps)
+            if needs_weight:
+                to_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+                _to_weight(to_sums, x, to_weight, kernels, shape, steps)
+        _run(steps, len(gradient))
+        if weight is not None:
+            shared = len(x) < len(gradient)
+            to_x = None if not needs_x or to_x is None else to_x.sum(0, keepdim=True) if shared else to_x
+            to_bias = to_sums.sum((1, 3, 4, 5)) if needs_bias else None
+        return to_x, to_weight, to_bias, passed if added else None, to_scale, to_shift, None
 
 
-def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tensor, shape: Shape) -> None:
-    """Write the sums over each member's kernels into `y`, whose rows and columns may lie apart."""
+_Steps = list[tuple[int, Any]]
+
+
+def _run(steps: _Steps, members: int) -> None:
+    """Run steps of the native library, one member after the other."""
+    kinds = (ctypes.c_int * len(steps))(*(kind for kind, _ in steps))
+    layers = (ctypes.c_void_p * len(steps))(*(ctypes.addressof(layer) for _, layer in steps))
+    load().run("plures_steps", load().kernels, kinds, layers, len(steps), members)
+
+
+def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tensor, shape: Shape) -> Any:
+    """Return the step that writes sums over each member's kernels into `y`, whose rows and columns may lie apart."""
     bias = x.new_zeros(len(order.starts), y.shape[2]) if bias is None else bias
-    layer = filled(
+    return filled(
         Convolution,
         *(x, None, values, bias, order.starts, order.places, y),
         *(0 if len(x) == 1 else x.stride(0), 0, 0, y.stride(2), y.stride(3), y.stride(4)),
         *(len(bias), *x.shape[1:5], *y.shape[2:5], *shape.size, *shape.stride, *shape.padding),
         *(x.shape[5], order.group, True, False),
     )
-    load().run("plures_convolution", load().kernels, layer)
 
 
 def _to_input(
-    gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape, memory: Memory
-) -> Tensor:
+    gradient: Tensor, to_x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape, steps: _Steps
+) -> None:
     """Convolve the gradient with the flipped kernels, from the outputs to the inputs.
 
     With a stride, pixels see other taps than their neighbours do: those of each remainder are a convolution.
     """
     size, stride, padding = shape
-    to_x = memory.empty(len(gradient), *x.shape[1:])
     if any(step > length for step, length in zip(stride, size, strict=True)):
         to_x.zero_()  # no kernel reaches some of the pixels
     flipped = weight.reshape(-1, *size).index_select(0, kernels.backward.rows).flip(1, 2)
@@ -249,21 +328,18 @@ def _to_input(
                 continue
             part = flipped[:, taps[0][0] :: stride[0], taps[1][0] :: stride[1]].flatten(1).contiguous()
             sides = Shape((len(taps[0]), len(taps[1])), (1, 1), tuple(around))
-            _sums(gradient, part, None, kernels.backward, target, sides)
-    return to_x if len(x) == len(to_x) else to_x.sum(0, keepdim=True)
+            steps.append((_CONVOLUTION, _sums(gradient, part, None, kernels.backward, target, sides)))
 
 
-def _to_weight(gradient: Tensor, x: Tensor, weight: Tensor, kernels: MemberKernels, shape: Shape) -> Tensor:
-    to = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+def _to_weight(gradient: Tensor, x: Tensor, to: Tensor, kernels: MemberKernels, shape: Shape, steps: _Steps) -> None:
     order = kernels.by_input
     layer = filled(
         KernelGradient,
         *(x, gradient, to, order.starts, order.places, order.rows),
-        0 if len(x) == 1 else x.stride(0),
-        *(len(gradient), *x.shape[1:5], *gradient.shape[2:5], *shape.size, *shape.stride, *shape.padding),
+        *(0 if len(one) == 1 else one.stride(0) for one in (x, gradient)),
+        *(len(order.starts), *x.shape[1:5], *gradient.shape[2:5], *shape.size, *shape.stride, *shape.padding),
     )
-    load().run("plures_kernel_gradient", load().kernels, layer)
-    return to
+    steps.append((_GRADIENT, layer))
 
 
 def norm(
@@ -279,23 +355,32 @@ def norm(
     *,
     relu: bool = False,
     memory: Memory | None = None,
+    after: Convolved | None = None,
 ) -> Tensor:
     """Normalise blocked images of each member by the statistics of its batch, and update the running ones.
 
         y = norm(x, weight, bias, mean, variance, batches, 0.1, 1e-5, shortcut, relu=True)
 
-    Weights and statistics are [members, channels], the number of batches [members].
+    Weights and statistics are [members, channels], the number of batches [members]. The images are first convolved if
+    the norm layer comes after a convolution.
     """
-    members, _, channels = x.shape[:3]
-    x = floats("images", x, members, None, channels, None, None, load().lanes)
-    residual = None if residual is None else floats("shortcut", residual, *x.shape)
+    members, channels = weight.shape
+    kernel: list[Any] = [None, None]
+    shape = Shape((), (), ())
+    if after is None:
+        x = floats("images", x, members, None, channels, None, None, load().lanes)
+    else:
+        x, *kernel, shape = after.checked(x)
+    outputs = x.shape if after is None else after.shape(x)
+    if (outputs[0], outputs[2]) != (members, channels):
+        raise PluresError(f"a norm layer of {members} x {channels} channels does not fit outputs {tuple(outputs)}")
+    residual = None if residual is None else floats("shortcut", residual, *outputs)
     tables = [floats("norm layer", table, members, channels) for table in (weight, bias, running_mean, running_var)]
     if min(x.shape) < 1:
         raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:5])}")
-    result, mean, variance = _NormFunction.apply(  # type: ignore[no-untyped-call]
-        x, residual, *tables[:2], epsilon, relu, memory or Memory()
-    )
-    count = x.numel() // (members * channels)
+    given = _Given(None if after is None else after.kernels, shape, epsilon, relu, memory or Memory())
+    result, mean, variance = _Layer.apply(x, *kernel, residual, *tables[:2], given)  # type: ignore[no-untyped-call]
+    count = result.numel() // (members * channels)
     with torch.no_grad():
         batches.add_(1)
         running_mean.lerp_(mean, momentum)
@@ -303,39 +388,6 @@ def norm(
     return result  # type: ignore[no-any-return]
 
 
-class _NormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        epsilon: float,
-        relu: bool,
-        memory: Memory,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, variance = memory.empty(*x.shape), torch.empty_like(bias), torch.empty_like(bias)
-        given = [x, residual, weight, bias, None, y, mean, variance, None, None, None, None]
-        load().run("plures_norm", load().kernels, _norm(given, x, epsilon, relu, backward=False))
-        ctx.save_for_backward(x, weight, bias, mean, variance, *([y] if relu and residual is not None else []))
-        ctx.settings = epsilon, relu, residual is not None, memory
-        ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, mean, variance, *rest = ctx.saved_tensors
-        gradient = floats("gradient", gradients[0], *x.shape)
-        epsilon, relu, added, memory = ctx.settings
-        y, passed = (rest[0], memory.empty(*x.shape)) if rest else (None, None)
-        to_x, to_weight, to_bias = memory.empty(*x.shape), torch.empty_like(weight), torch.empty_like(weight)
-        given = [x, None, weight, bias, gradient, y, mean, variance, passed, to_x, to_weight, to_bias]
-        load().run("plures_norm", load().kernels, _norm(given, x, epsilon, relu, backward=True))
-        to_residual = None if not added else gradient if passed is None else passed
-        return to_x, to_residual, to_weight, to_bias, None, None, None
-
-
-def _norm(given: list[Tensor | None], x: Tensor, epsilon: float, relu: bool, backward: bool) -> Any:
-    return filled(Norm, *given, *x.shape[:3], x[0, 0, 0].numel(), epsilon, relu, backward)
+def _norm(tensors: list[Tensor | None], apart: int, epsilon: float, relu: bool, backward: bool) -> Any:
+    x = cast(Tensor, tensors[0])
+    return filled(Norm, *tensors, *x.shape[:3], x[0, 0, 0].numel(), apart, epsilon, relu, backward)

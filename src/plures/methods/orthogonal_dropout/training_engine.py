@@ -24,6 +24,7 @@ from plures.methods.orthogonal_dropout.together import Members
 from plures.native.library import load, why_unavailable
 from plures.native.rows import linear
 from plures.native.training import (
+    Convolved,
     MemberKernels,
     Memory,
     blocked,
@@ -296,15 +297,25 @@ class _Alone:
 
 
 class _Blocked:
-    """Images or rows, blocked; after a norm layer that waits for what follows it, what comes before it.
+    """Images or rows, blocked; after a layer that waits for what follows it, what comes before it.
 
-    `lead` are the axes before the features if these are rows, and None if they are images.
+    `lead` are the axes before the features if these are rows, and None if they are images. `after` is a convolution
+    that waits for its norm layer.
     """
 
     def __init__(
-        self, values: Tensor, lead: torch.Size | None, finish: Callable[..., Tensor] | None = None, shortcut: Any = None
+        self,
+        values: Tensor,
+        lead: torch.Size | None,
+        finish: Callable[..., Tensor] | None = None,
+        shortcut: Any = None,
+        after: Convolved | None = None,
     ) -> None:
-        self.values, self.lead, self.finish, self.shortcut = values, lead, finish, shortcut
+        self.values, self.lead, self.finish, self.shortcut, self.after = values, lead, finish, shortcut, after
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape that it will have."""
+        return self.values.shape if self.after is None else self.after.shape(self.values)
 
     def now(self, relu: bool = False) -> Tensor:
         """Normalise, if a norm layer still waits."""
@@ -444,7 +455,8 @@ class _Prepared(fx.Interpreter):
         if n not in self.blocked or (isinstance(layer, NORMS) and len(args[0].lead or ()) > 1):
             return self._on_plain(n, args, kwargs)
         if isinstance(layer, NORMS):
-            return self._finished(n, _Blocked(args[0].now(), args[0].lead, self._norm(n)))
+            values = args[0].now() if args[0].after is None else args[0].values
+            return self._finished(n, _Blocked(values, args[0].lead, self._norm(n, args[0].after), None, args[0].after))
         if isinstance(layer, nn.Identity):
             return args[0]
         if self.traced.is_relu(n) and args[0].finish is not None:
@@ -452,9 +464,10 @@ class _Prepared(fx.Interpreter):
         if self.traced.is_sum(n) and not self.waiting.isdisjoint(n.all_input_nodes):
             waiting, other = args if n.all_input_nodes[0] in self.waiting else args[::-1]
             shortcut = other.now()
-            if shortcut.shape != waiting.values.shape:  # they broadcast
+            if shortcut.shape != waiting.shape():  # they broadcast
                 return _Blocked(waiting.now() + shortcut, waiting.lead)
-            return self._finished(n, _Blocked(waiting.values, waiting.lead, waiting.finish, shortcut))
+            whole = _Blocked(waiting.values, waiting.lead, waiting.finish, shortcut, waiting.after)
+            return self._finished(n, whole)
         lead = next(one.lead for one in args if isinstance(one, _Blocked))
         return _Blocked(self._call(n, args, kwargs, lambda value: value.now()), lead)
 
@@ -472,10 +485,13 @@ class _Prepared(fx.Interpreter):
         if linear:
             return _Blocked(convolution(values, weight[:, :, None, None], bias, kernels, (1, 1), (0, 0)), lead)
         image = cast(nn.Conv2d, layer)
-        padding = cast(tuple[int, int], image.padding)
-        return _Blocked(convolution(values, weight, bias, kernels, image.stride, padding, self.memory), None)
+        after = Convolved(weight, bias, kernels, image.stride, cast(tuple[int, int], image.padding))
+        user = self.traced.only_user(node)
+        if user in self.blocked and self.traced.is_layer(user, *NORMS):
+            return _Blocked(values, None, lambda x, *_, **__: convolution(x, *after, self.memory), None, after)
+        return _Blocked(convolution(values, *after, self.memory), None)
 
-    def _norm(self, node: fx.Node) -> Callable[..., Tensor]:
+    def _norm(self, node: fx.Node, after: Convolved | None) -> Callable[..., Tensor]:
         layer = cast(nn.BatchNorm2d, self.traced.layers[node])
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
         weight, bias, mean, variance, batches = (self.subject.rows(f"{node.target}.{name}") for name in names)
@@ -483,7 +499,7 @@ class _Prepared(fx.Interpreter):
 
         def finish(x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
             running = mean, variance, batches, momentum
-            return norm(x, weight, bias, *running, layer.eps, shortcut, relu=relu, memory=memory)
+            return norm(x, weight, bias, *running, layer.eps, shortcut, relu=relu, memory=memory, after=after)
 
         return finish
 
