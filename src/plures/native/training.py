@@ -364,7 +364,7 @@ def norm(
     Weights and statistics are [members, channels], the number of batches [members]. The images are first convolved if
     the norm layer comes after a convolution.
     """
-    members, channels = weight.shape
+    members, channels = floats("norm layer", weight, None, None).shape
     kernel: list[Any] = [None, None]
     shape = Shape((), (), ())
     if after is None:
