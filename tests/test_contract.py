@@ -413,7 +413,7 @@ def test_a_loss_is_a_function() -> None:
 # --- a frozen network with adapters
 
 
-@pytest.mark.parametrize("method", [METHODS[0], METHODS[5]], ids=identify)
+@pytest.mark.parametrize("method", [METHODS[0], ("DeepEnsemble", {"members": 2})], ids=identify)
 def test_adapters_are_the_members_and_the_frozen_network_is_there_once(method, tmp_path):
     pytest.importorskip("peft")
     test_save_and_load_are_bit_equal(method, networks.adapted, tmp_path)

@@ -150,3 +150,38 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(plures.PluresError, match="damaged"):
         ensemble.fit(loader(slice(64)), 1, checkpoint=file, progress=False)
     assert all(tensor.equal(before[name]) for name, tensor in ensemble.state_dict().items())
+
+
+def test_a_checkpoint_is_taken_by_the_ensemble_that_wrote_it_alone(tmp_path: Path) -> None:
+    file, data = tmp_path / "training.safetensors", loader(slice(128))
+    plures.DeepEnsemble(network(), 2).fit(data, 1, checkpoint=file, progress=False)
+    for other, epochs in ((plures.DeepEnsemble(network(), 2, seed=1), 1), (plures.DeepEnsemble(network(), 2), 2)):
+        with pytest.raises(plures.PluresError, match="other options or epochs"):
+            other.fit(data, epochs, checkpoint=file, progress=False)
+    wide = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    with pytest.raises(plures.PluresError, match="another network or method"):
+        plures.DeepEnsemble(wide, 2).fit(data, 1, checkpoint=file, progress=False)
+    half = plures.DeepEnsemble(network(), 2)
+    half.open(half.plan()[0]).commit()
+    with pytest.raises(plures.PluresError, match="would replace what the ensemble has learned"):
+        half.fit(data, 1, checkpoint=file, progress=False)
+
+
+def test_fit_checks_what_a_stage_checks() -> None:
+    single = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1))
+    for ensemble in (plures.DeepEnsemble(single, 2), plures.split(single, 2)):
+        with pytest.raises(plures.PluresError, match="one number per sample"):
+            ensemble.fit(loader(slice(64)), 1, progress=False)
+    with pytest.raises(plures.PluresError, match="not a generator"):
+        plures.Deterministic(network()).fit(loader(slice(64)), 1, validation=generated(), progress=False)
+
+
+def test_videos_and_numbers_train_as_well() -> None:
+    video = nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
+    data = TensorDataset(torch.rand(16, 1, 4, 4, 4), torch.arange(16) % 3)
+    plures.DeepEnsemble(video, 2).fit(DataLoader(data, 8), 1, progress=False)
+    records: list[dict[str, Any]] = []
+    numbers = DataLoader(TensorDataset(torch.rand(16, 3), torch.rand(16)), 8)
+    forecaster = plures.DeepEnsemble(nn.Linear(3, 2), 2, loss=plures.GaussianNLL())
+    forecaster.fit(numbers, 1, progress=False, callbacks=[records.append])
+    assert records[0]["train_accuracy"] is None

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -301,68 +300,3 @@ def test_a_stage_can_be_compiled() -> None:
     x, y = networks.images(8), networks.labels(8)
     expected = stage(x, y)
     torch.testing.assert_close(torch.compile(stage, backend="aot_eager")(x, y), expected)
-
-
-def test_members_exchange_their_weakest_kernels() -> None:
-    ensemble = made(convolutions, dtype=torch.float32, exchange=0.5)
-    stage = next(ensemble.stages())
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        stage(networks.images(32), networks.labels(32)).backward()
-        optimizer.step()
-
-    step()
-    members, weight = stage.network, stage.network.split("3.weight")
-    before, owners = weight.detach().clone(), members.owners()["3.weight"].clone()
-    stage.after_epoch(0.25, optimizer)
-    now = members.owners()["3.weight"]
-    assert now.flatten().bincount().equal(owners.flatten().bincount())  # everybody gets as many as it gave
-    gone = (weight == 0).all((2, 3)) & (before != 0).any(3).any(2)
-    strength, own = before.flatten(2).norm(dim=2), owners[:, :, 0, 0]
-    for member in range(3):
-        assert strength[gone & (own == member)].max() <= strength[~gone & (own == member)].min()
-    assert not optimizer.state[weight]["momentum_buffer"][gone].any()
-    assert (now[:, :, 0, 0] != own)[gone].any()
-    assert now[:, :, 0, 0][~gone].equal(own[~gone])
-    stage.after_epoch(0.9, optimizer)  # owners have settled
-    assert members.owners()["3.weight"].equal(now)
-    step()
-    assert stage.engine._prepared is not None or library.why_unavailable() is not None
-    stage.commit()
-    assert ensemble.owners["3.weight"].equal(now)
-    used = ensemble.checkout(0).state_dict()["3.weight"].ne(0).any(3).any(2)
-    assert used.any()
-    assert not used[now[:, :, 0, 0] != 0].any()
-
-
-def test_a_stage_that_has_exchanged_kernels_resumes_to_the_bit(tmp_path: Path) -> None:
-    results = []
-    for interrupted in (False, True):
-        ensemble = made(convolutions, dtype=torch.float32, exchange=0.5)
-        stage = next(ensemble.stages())
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
-        for epoch in range(4):
-            if interrupted and epoch == 2:
-                kept = copy.deepcopy(stage.state_dict()), copy.deepcopy(optimizer.state_dict())
-                ensemble = made(convolutions, dtype=torch.float32, exchange=0.5)
-                stage = next(ensemble.stages())
-                optimizer = torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
-                stage.load_state_dict(kept[0]), optimizer.load_state_dict(kept[1])  # type: ignore[func-returns-value]
-            optimizer.zero_grad()
-            stage(networks.images(32, epoch), networks.labels(32, epoch)).backward()
-            optimizer.step()
-            stage.after_epoch((epoch + 1) / 6, optimizer)
-        stage.commit()
-        plures.save(ensemble, tmp_path / f"{interrupted}.safetensors")
-        results.append((tmp_path / f"{interrupted}.safetensors").read_bytes())
-    assert results[0] == results[1]
-    assert plures.load(tmp_path / "True.safetensors", convolutions()).exchange == 0.5
-
-
-def test_only_members_that_train_together_exchange_kernels() -> None:
-    with pytest.raises(plures.PluresError, match="exchange=0.3: only members trained together"):
-        OrthogonalDropout(networks.mlp(), 3, exchange=0.3)
-    with pytest.raises(plures.PluresError, match="exchange=1.5; use a share from 0 up to 1"):
-        OrthogonalDropout(networks.mlp(), 3, schedule="together", exchange=1.5)

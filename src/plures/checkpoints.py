@@ -25,9 +25,13 @@ class Position(NamedTuple):
 
 
 def pack(
-    stage: nn.Module, optimizer: Optimizer, position: Position, others: Mapping[str, Tensor] | None = None
+    stage: nn.Module,
+    optimizer: Optimizer,
+    position: Position,
+    others: Mapping[str, Tensor] | None = None,
+    about: str = "",
 ) -> bytes:
-    """Return a stage, its optimizer, the position and other tensors as bytes."""
+    """Return a stage, its optimizer, the position, other tensors and what they are of as bytes."""
     tensors = _tensors(stage) | {
         f"optimizer.{name}.{key}": value
         for name, parameter in stage.named_parameters()
@@ -36,16 +40,28 @@ def pack(
     tensors |= {f"other.{name}": tensor for name, tensor in (others or {}).items()}
     # Cloned: safetensors takes neither other memory formats nor tensors that share memory.
     stored = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    contents = safetensors.torch.save(stored, metadata={"position": json.dumps(position._asdict())})
+    contents = safetensors.torch.save(stored, metadata={"position": json.dumps(position._asdict()), "about": about})
     return digest(contents, length=CHECKSUM).encode() + contents
+
+
+def about_of(contents: bytes) -> str:
+    """Read what the tensors are of."""
+    return str(_metadata(contents).get("about", ""))
+
+
+def _metadata(contents: bytes) -> dict[str, str]:
+    contents = _checked(contents)
+    try:
+        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
+        return dict(header["__metadata__"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
 
 
 def position_of(contents: bytes) -> Position:
     """Read the position alone."""
-    contents = _checked(contents)
     try:
-        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
-        stored = json.loads(header["__metadata__"]["position"])  # 0.1 stored more
+        stored = json.loads(_metadata(contents)["position"])  # 0.1 stored more
         found = Position(*(stored[name] for name in Position._fields))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(f"{type(error).__name__}: {error}") from error

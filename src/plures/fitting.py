@@ -1,5 +1,6 @@
 """fit: the one training loop, for every method; it needs torch alone."""
 
+import json
 import logging
 import math
 import time
@@ -40,6 +41,9 @@ class Fittable(Protocol):
 
     def open(self, step: Step) -> Stage:
         """Open the stage of one step of the plan."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the constructor's arguments as JSON values."""
 
     def calibrate(self, inputs: Any) -> Any:
         """Calibrate the confidence on held-out batches."""
@@ -135,7 +139,6 @@ class StageLoop:
         self._refuse_nan(total, number)
         if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
             self._refuse_nan(torch.full_like(total, math.nan), number)
-        self.stage.after_epoch(number / self.epochs, self.optimizer)
         right, seen = self.total(torch.stack([self.loss.right, self.loss.seen])).tolist()
         seconds = time.perf_counter() - started
         return {
@@ -163,7 +166,7 @@ class StageLoop:
                 logits = self.stage.logits(inputs)
                 if logits.dim() == 3:  # of several members
                     logits = logits.float().softmax(-1).mean(0)
-                if logits.dim() == 2 and targets.dim() == 1:
+                if logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
                     right += (logits.argmax(-1) == targets).sum()
                     seen += len(targets)
         self.stage.train()
@@ -205,7 +208,8 @@ class CountingLoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
-        if logits.dim() == 2 and targets.dim() == 1:  # anything else is not a classification
+        whole = logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
+        if whole:  # anything else is not a classification
             self.right += (logits.detach().argmax(1) == targets).sum()
             self.seen += len(targets)
         return self.loss(logits, targets)
@@ -220,7 +224,8 @@ def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool)
     plain = device.type == "cpu" and not mixed
     if plain and stage.engine is not None and stage.engine.takes(stage.network, batch_size):
         return True
-    stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if not any(parameter.dim() == 5 for parameter in stage.parameters()):  # videos have another format
+        stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return False
 
 
@@ -239,12 +244,17 @@ def fit(
 ) -> None:
     """Train all open stages of an ensemble; `Ensemble.fit` explains the arguments."""
     one_of("schedule", schedule, get_args(Schedule))
+    if isinstance(validation, Iterator):
+        raise PluresError("validation is read more than once: pass a list or a DataLoader, and not a generator")
     where = next(iter(ensemble.parameters())).device if device is None else torch.device(device)
     ensemble.to(where)
     file = None if checkpoint is None else Path(checkpoint)
     saved = file.read_bytes() if file is not None and files.is_file(file) else None
-    if saved is not None:
-        ensemble.load_state_dict(checkpoints.others_of(saved))
+    about = json.dumps([ensemble.options(), epochs], sort_keys=True)
+    if saved is not None and due(ensemble.plan()) is not None:
+        if checkpoints.about_of(saved) != about:
+            raise PluresError(f"{file} is of an ensemble with other options or epochs: give another file, or remove it")
+        _resume(ensemble, checkpoints.others_of(saved), str(file))
     by_step = {step.name: _epochs_of(step.phase, epochs) for step in ensemble.plan()}
     make = _default_optimizer if optimizer is None else optimizer
     with (
@@ -265,13 +275,27 @@ def fit(
                     record["validation_accuracy"] = loop.accuracy(_pairs(validation, where))
                 if file is not None:
                     position = checkpoints.Position(committed, number, {})
-                    files.write(file, checkpoints.pack(loop.stage, loop.optimizer, position, ensemble.state_dict()))
+                    files.write(
+                        file, checkpoints.pack(loop.stage, loop.optimizer, position, ensemble.state_dict(), about)
+                    )
                 display.epoch(record)
                 for callback in callbacks:
                     callback(record)
             loop.stage.commit()
     if validation is not None:
         ensemble.calibrate(_pairs(validation, where))
+
+
+def _resume(ensemble: Fittable, state: Mapping[str, Tensor], name: str) -> None:
+    """Restore an untrained ensemble from a checkpoint of the same method and network."""
+    own = ensemble.state_dict()
+    if any(step.committed for step in ensemble.plan()):
+        raise PluresError(f"{name} would replace what the ensemble has learned: remove it, or train a new ensemble")
+    shapes = {key: value.shape for key, value in own.items() if not key.startswith("_draft.")}
+    stored = {key: value.shape for key, value in state.items() if not key.startswith("_draft.")}
+    if shapes != stored:
+        raise PluresError(f"{name} is a checkpoint of another network or method: give another file")
+    ensemble.load_state_dict(state)
 
 
 def _loop(

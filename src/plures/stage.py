@@ -153,7 +153,7 @@ class Stage(nn.Module):
         """Return the loss of a batch."""
         loss, logits = self._loss_of(inputs, targets)
         if self.training and torch.is_grad_enabled():
-            plain = _unwrapped(self.loss)
+            plain = unwrapped(self.loss)
             known = is_for_classes(plain) and logits.dim() > 1
             chance = self.heads * math.log(logits.shape[class_axis(plain)]) if known else None
             args, kwargs = arguments(inputs)
@@ -163,7 +163,7 @@ class Stage(nn.Module):
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the logits of one member; a method with another loss overrides this."""
         logits = self.logits(inputs)
-        check_classes(self.loss, logits, targets)
+        check_classes(unwrapped(self.loss), logits, targets)
         return self.loss(logits, targets), logits
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
@@ -173,16 +173,6 @@ class Stage(nn.Module):
         """
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return [{"params": trainable, "weight_decay": weight_decay}]
-
-    def after_epoch(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
-        """Let the method change what it trains between two epochs; most methods do nothing.
-
-            for epoch in range(60):
-                ...  # train for an epoch
-                stage.after_epoch((epoch + 1) / 60, optimizer)
-
-        `progress` is the part of the stage that is behind, up to 1.
-        """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy what trains, for a moving average for example; the copy commits into the same ensemble."""
@@ -233,7 +223,7 @@ def _note_resumption(stage: Stage, _incompatible: object) -> None:
     stage._resumed = True
 
 
-def _unwrapped(loss: Loss) -> Loss:
+def unwrapped(loss: Loss) -> Loss:
     """Return the loss that another one counts, or calls with more arguments."""
     inner: Any = getattr(loss, "__wrapped__", loss)
     return getattr(inner, "func", inner)  # type: ignore[no-any-return]

@@ -140,10 +140,11 @@ class Record(NamedTuple):
     made: list[Any]
     versions: tuple[list[int], list[int]]
     specs: tuple[TreeSpec, TreeSpec]
+    plain: list[Any]  # what the module held beside tensors and modules
 
-    def fits(self, given: list[Any], spec: TreeSpec) -> bool:
+    def fits(self, given: list[Any], spec: TreeSpec, plain: list[Any]) -> bool:
         """Return whether a call is the same."""
-        unchanged = list(map(_version, self.given)) == self.versions[0]
+        unchanged = plain == self.plain and list(map(_version, self.given)) == self.versions[0]
         return unchanged and spec == self.specs[0] and all(map(same, self.given, given))
 
 
@@ -164,7 +165,7 @@ class Once:
         record = trunk.records.get(key)
         if record is None:
             return self._record(key, given, spec, args, kwargs)
-        if not record.fits(given, spec):
+        if not record.fits(given, spec, _plain(self.module)):
             return self.forward(*args, **kwargs)
         trunk.hits.add(self.path)
         if list(map(_version, record.made)) != record.versions[1]:
@@ -191,7 +192,7 @@ class Once:
         if safe and trunk.records is not None:
             made = self._handed_out(made)
             versions = before, list(map(_version, made))
-            trunk.records[key] = Record(given, made, versions, (spec, made_spec))
+            trunk.records[key] = Record(given, made, versions, (spec, made_spec), _plain(self.module))
         return output
 
     def _handed_out(self, made: list[Any]) -> list[Any]:
@@ -224,6 +225,11 @@ def _state(module: nn.Module) -> list[int]:
     """Identify the attributes and buffers of a module and those inside it, and count the changes of the buffers."""
     held = [id(value) for one in module.modules() for value in (*vars(one).values(), *one._buffers.values())]
     return [*held, *map(_version, module.buffers())]
+
+
+def _plain(module: nn.Module) -> list[Any]:
+    """Return the numbers and words that a module and those inside it hold: a parent may set them."""
+    return [value for one in module.modules() for value in vars(one).values() if isinstance(value, PLAIN)]
 
 
 def _version(value: Any) -> int:

@@ -14,7 +14,7 @@ from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
 from plures.losses import Loss, averages_rows
 from plures.seeding import check_seed
-from plures.stage import Stage, Step, check_classes
+from plures.stage import Stage, Step, check_classes, unwrapped
 from plures.tensors import Layer, check_network, layers, moments, places, restart, shell, tensors
 
 Init = Literal["given", "fresh"]
@@ -116,7 +116,7 @@ class TogetherStage(Stage):
 
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(inputs)
-        check_classes(self.loss, logits[0], targets)
+        check_classes(unwrapped(self.loss), logits[0], targets)
         self.heads = 1 if self.reduction == "mean" else len(logits)
         if averages_rows(self.loss):  # one call for all: a small network's step is short
             mean = self.loss(logits.flatten(0, 1), targets.repeat(len(logits), *[1] * (targets.dim() - 1)))

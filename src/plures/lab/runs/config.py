@@ -23,7 +23,7 @@ from plures.version import __version__
 FORMAT = 1
 PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
 # Options that 0.1 did not store, as its runs had them.
-ABSENT = {"OrthogonalDropout": {"schedule": "sequential", "exchange": 0.0, "background": "zero", "share": None}}
+ABSENT = {"OrthogonalDropout": {"schedule": "sequential", "background": "zero", "share": None}}
 DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is information
 
 

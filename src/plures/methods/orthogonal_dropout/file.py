@@ -121,7 +121,7 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     The classifier's role is among the roles. Random owners would be drawn in vain, which takes as long as loading all
     the rest. And nobody who loads a trained ensemble needs to hear that a given network was thin to split.
     """
-    later = {"classifier": None, "schedule": "sequential", "exchange": 0.0, "optimize_masks": True, "init": "fresh"}
+    later = {"classifier": None, "schedule": "sequential", "optimize_masks": True, "init": "fresh"}
     later |= {"background": "zero", "share": None}
     now = {name: value for name, value in stored.items() if name not in GONE}
     settled = later | now | {"optimize_masks": bool(stored["optimize_masks"])}  # 0.1 knew no other schedule
@@ -233,13 +233,16 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 
 
 def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str, added: bool = False) -> None:
-    """Put a member's values back to their places; in another precision, they are added to what is there if `added`."""
+    """Put a member's values back to their places; before a given network, differences are added to it.
+
+    They are stored as differences if the file has another precision than the ensemble had.
+    """
     filled = weight.detach().cpu().contiguous()
     rows, owned = _rows(filled, owners, member)
     values = stored.read(name, [owned.size * rows.shape[1]])
     if not values.is_floating_point():
         raise PluresError(f"tensor {name!r} has dtype {values.dtype}; expected {weight.dtype}")
-    if added and values.dtype != weight.dtype:
+    if added and str(values.dtype) != f"torch.{stored.state['base'][name.partition('/')[2]][0]}":
         values = values.to(weight.dtype) + torch.from_numpy(rows[owned].reshape(-1)).view(weight.dtype)
     rows[owned] = _bits(values.to(weight.dtype)).reshape(owned.size, rows.shape[1])
     if filled.data_ptr() != weight.data_ptr():  # on another device, or not contiguous

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.calling import Arguments, call_with, logits_of
-from plures.checks import number, one_of
+from plures.checks import one_of
 from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
@@ -59,8 +59,6 @@ class OrthogonalDropout(Ensemble):
 
     - `schedule`: "sequential" trains one member after the other, as in the paper. "together" divides the weights at
       random and trains all members in one `train` stage, with the memory of one network; the loss is the sum of theirs.
-    - `exchange`: with "together", the share of its weakest kernels that each member gives up after the first epoch, for
-      others to try; it falls to zero at three quarters of the stage. Your own loop calls `stage.after_epoch`.
     - `optimize_masks`: pre-train each member on all free weights, prune it to its share by learned scores, and finetune
       it. If False, divide the weights at random and train each member once, in a `train` stage. By default True if
       sequential; members that are trained together have random masks.
@@ -86,7 +84,6 @@ class OrthogonalDropout(Ensemble):
         members: int = 5,
         *,
         schedule: Schedule = "sequential",
-        exchange: float = 0.0,
         optimize_masks: bool | None = None,
         classifier: Classifier | None = None,
         granularity: Granularity = "kernel",
@@ -114,10 +111,6 @@ class OrthogonalDropout(Ensemble):
         self.members = members
         one_of("schedule", schedule, get_args(Schedule))
         self.schedule = schedule
-        number("exchange", exchange, "a share from 0 up to 1, such as 0.3", above=-1e-9, below=1)
-        if exchange and (schedule != "together" or changes):
-            raise PluresError(f"exchange={exchange}: only members trained together from scratch exchange weights")
-        self.exchange = exchange
         if optimize_masks and schedule == "together":
             raise PluresError("members trained together have random masks: use schedule='sequential' to optimize them")
         # Plain values, because a file holds them as JSON.
@@ -221,7 +214,7 @@ class OrthogonalDropout(Ensemble):
         network = together.starts(self._split, each if len(each) > 1 else each * self.members)
         before = [phases.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
         commit = partial(self._commit_together, ticket=self._ticket, before=before)
-        stage = together.MembersStage(network, step, self.loss, commit, exchange=self.exchange, seed=self.seed)
+        stage = together.MembersStage(network, step, self.loss, commit)
         return self._prepared(stage, network.network)
 
     def _commit_together(self, stage: Stage, ticket: object, before: Sequence[Mapping[str, Tensor]]) -> None:

@@ -3,7 +3,6 @@
 No two members share a weight, so each weight gets the gradient that it would get if its owner were trained alone.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -12,15 +11,12 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments, call_with, copied, logits_of
 from plures.methods.building import TogetherStage
-from plures.methods.orthogonal_dropout.masks import gathered, spread
+from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.partition import Private, SplitNetwork
 from plures.methods.orthogonal_dropout.phases import settled
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.seeding import generator
 from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors, places, tensors
-
-UNTIL = 0.75  # of a stage: after that, owners stay and their weights settle
 
 
 class Members(nn.Module):
@@ -62,29 +58,6 @@ class Members(nn.Module):
         if name in self._given:
             return torch.where(mine, weight, self.get_buffer(self._given[name]))
         return weight * mine.to(weight.dtype)
-
-    @torch.no_grad()
-    def exchange(self, share: float, random: torch.Generator, optimizer: torch.optim.Optimizer) -> None:
-        """Take from every member a share of its kernels (or weights), the weakest, and deal them out anew at zero.
-
-        Each member gets as many as it gave. What the optimizer remembers of them is cleared.
-        """
-        for name, owners in self.owners().items():
-            weight, flat = self.split(name), owners.flatten().cpu()
-            strength = gathered(weight.square(), owners.shape).flatten().cpu()
-            given = []
-            for member in range(self.members):
-                own = (flat == member).nonzero().flatten()
-                given.append(own[strength[own].argsort(stable=True)[: int(share * len(own))]])
-            pool = torch.cat(given)
-            takers = torch.cat([torch.full_like(one, member) for member, one in enumerate(given)])
-            flat[pool[torch.randperm(len(pool), generator=random)]] = takers.to(flat.dtype)
-            owners.copy_(flat.view_as(owners))
-            moved = torch.zeros_like(flat, dtype=torch.bool).index_fill_(0, pool, True).view_as(owners)
-            moved = spread(moved.to(weight.device), weight)
-            for tensor in (weight, *optimizer.state.get(weight, {}).values()):
-                if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
-                    tensor.masked_fill_(moved, 0)
 
     # What the training engine asks for.
 
@@ -139,27 +112,9 @@ class Members(nn.Module):
 
 
 class MembersStage(TogetherStage):
-    """Train all members on every batch. The loss is the sum of theirs: their mean would slow each of them down.
-
-    `exchange` is the share of its kernels that each member gives up after the first epoch; it falls along half a cosine
-    wave to zero at three quarters of the stage.
-    """
+    """Train all members on every batch. The loss is the sum of theirs: their mean would slow each of them down."""
 
     reduction = "sum"
-    exchanges: Tensor
-
-    def __init__(self, *args: Any, exchange: float = 0.0, seed: int = 0) -> None:
-        super().__init__(*args)
-        self.exchange, self.seed = exchange, seed
-        self.register_buffer("exchanges", torch.zeros((), dtype=torch.int64))  # how many there were
-
-    def after_epoch(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
-        """Let members exchange their weakest kernels."""
-        share = self.exchange * (1 + math.cos(math.pi * min(1.0, progress / UNTIL))) / 2
-        if share > 0:
-            random = generator(self.seed, "exchange", int(self.exchanges))
-            cast(Members, self.network).exchange(share, random, optimizer)
-            self.exchanges.add_(1)
 
 
 def starts(split: SplitNetwork, networks: Sequence[nn.Module]) -> Members:
@@ -183,8 +138,6 @@ def write(stage: Stage, split: SplitNetwork, before: Sequence[Mapping[str, Tenso
     `before` are the statistics of each member's batch norms when the stage was opened.
     """
     trained = cast(Members, stage.network)
-    if bool(cast(MembersStage, stage).exchanges):
-        split.partition.assign(trained.owners())
     values, own = own_tensors(trained.network), own_tensors(split.network)
     shared = {name: own[name] for name in own if split.roles[name] is Role.SHARED} | split.given()
     refuse_other_shared(stage, shared, values | trained.given())
