@@ -310,3 +310,16 @@ def test_split_warns_of_a_network_that_was_trained(caplog: pytest.LogCaptureFixt
     loaded.config.name_or_path = "google/vit"  # type: ignore[union-attr]
     plures.split(loaded, 2)
     assert "was loaded from google/vit" in caplog.text
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [None, torch.bfloat16])
+@pytest.mark.parametrize("read", [torch.float32, torch.bfloat16])
+def test_a_file_with_its_base_is_read_in_any_precision(tmp_path, own, stored, read) -> None:
+    """Whether values are differences is settled when they are written, not by the network that reads them."""
+    ensemble = train(plures.adapt(pretrained(networks.mlp, own), 2, share=0.2), dtype=own)
+    plures.save(ensemble, tmp_path / "a.safetensors", dtype=stored, base=True)
+    again = plures.load(tmp_path / "a.safetensors", networks.mlp().to(read))
+    with torch.no_grad():
+        given, found = ensemble(images(8).to(own)).float(), again(images(8).to(read)).float()
+    assert (found - given).norm() < 0.03 * given.norm()

@@ -315,3 +315,37 @@ def test_a_frozen_embedding_keeps_what_it_has_for_padding() -> None:
     network[0].requires_grad_(False)
     ensemble = plures.DeepEnsemble(network, members=2)
     assert all((one[0].weight[0] == 3.0).all() for one in ensemble.networks)
+
+
+class Switched(nn.Module):
+    """A layer that behaves as its parent says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.tripled = nn.Linear(16, 16), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (3 if self.tripled else 1)
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.child, self.head = nn.Linear(16, 1), Switched(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.child.tripled = bool(self.gate(x).mean() > 0)
+        return self.head(self.child(x))
+
+
+def test_a_switch_that_a_parent_sets_reaches_a_shared_module() -> None:
+    torch.manual_seed(0)
+    network = Parent()
+    network.child.requires_grad_(False)
+    ensemble = plures.DeepEnsemble(network, 3)
+    for _ in ensemble.stages():
+        pass
+    members = [ensemble.checkout(member) for member in range(3)]
+    with torch.no_grad():
+        for batch in torch.randn(20, 8, 16):
+            torch.testing.assert_close(ensemble(batch), torch.stack([member(batch) for member in members]))
