@@ -157,6 +157,13 @@ def test_progress_that_a_deep_ensemble_cannot_have(tmp_path, progress) -> None:
     refused(tmp_path, forged)
 
 
+def test_a_schedule_that_there_is_not(tmp_path) -> None:
+    for value in ("later", {"0": "sequential"}, None):
+        forged = forgery(tmp_path, "OrthogonalDropout", members=2)
+        forged.document["options"]["schedule"] = value
+        assert "schedule=" in refused(tmp_path, forged)
+
+
 @pytest.mark.parametrize("value", ["abc", 1.5, True, None, [0], -1, 2**63])
 @pytest.mark.parametrize(
     "method", ["OrthogonalDropout", "Deterministic", "DeepEnsemble", "PackedEnsemble", "MCDropout"]

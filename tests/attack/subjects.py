@@ -99,7 +99,7 @@ def save_all(folder: Path) -> None:
 
 def same(one: plures.Ensemble, other: plures.Ensemble) -> bool:
     """Say whether two ensembles are equal in all that a file holds, and in what they answer."""
-    if (one.options(), one.state(), one.loss) != (other.options(), other.state(), other.loss):
+    if (one.options(), one._state(), one.loss) != (other.options(), other._state(), other.loss):
         return False
     tensors, others = one.tensors(), other.tensors()
     if tensors.keys() != others.keys() or not all(_equal(tensors[name], others[name]) for name in tensors):

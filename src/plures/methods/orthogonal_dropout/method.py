@@ -398,6 +398,7 @@ class OrthogonalDropout(Ensemble):
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         one_of("init", stored.options["init"], get_args(Init))
         one_of("background", stored.options.get("background", "zero"), get_args(Background))
+        one_of("schedule", stored.options.get("schedule", "sequential"), get_args(Schedule))
         now, later = file.options_to_build(stored.options)
         ensemble = cls(network, **now)
         for name, value in later.items():
