@@ -17,7 +17,7 @@ from plures import checkpoints, files
 from plures.checks import one_of, whole_number
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.progress import Progress
+from plures.progress import ProgressLine
 from plures.seeding import seed_of
 from plures.stage import Stage, Step, due
 
@@ -259,7 +259,7 @@ def fit(
     make = _default_optimizer if optimizer is None else optimizer
     with (
         torch.random.fork_rng(devices=[where] if where.type == "cuda" else []),
-        Progress(ensemble.plan(), by_step, quiet=not progress) as display,
+        ProgressLine(ensemble.plan(), by_step, quiet=not progress) as display,
     ):
         while (step := due(ensemble.plan())) is not None:
             loop = _loop(ensemble, step, loader, by_step[step.name], make, schedule, where)

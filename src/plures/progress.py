@@ -15,10 +15,10 @@ PAUSE = 1.0  # the least seconds between plain lines: short epochs would flood a
 CLEAR = "\r\x1b[K"  # to the start of the line, and erase it
 
 
-class Progress(AbstractContextManager["Progress"]):
+class ProgressLine(AbstractContextManager["ProgressLine"]):
     """Show what each stage has reached, and the time that is left.
 
-        with Progress(ensemble.plan(), epochs, quiet=False) as display:
+        with ProgressLine(ensemble.plan(), epochs, quiet=False) as display:
             display.epoch(record)
 
     `epochs` has the number of epochs of each step of the plan. Messages of the logger "plures" are shown as well.

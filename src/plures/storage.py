@@ -137,7 +137,7 @@ def load(
 
 
 def refill(ensemble: Ensemble, path: str | Path) -> None:
-    """Give an ensemble, but for its loss, the state in a file of the same network, method and options."""
+    """Restore an ensemble, but for its loss, from a file of the same network, method and options."""
     path = Path(path)
 
     def fill(document: dict[str, Any], stored: Stored) -> None:

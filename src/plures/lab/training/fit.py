@@ -21,7 +21,7 @@ from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
 from plures.lab.training.distributed import Processes
 from plures.lab.training.loop import RecipeLoop
-from plures.progress import Progress
+from plures.progress import ProgressLine
 from plures.stage import Step, due
 from plures.storage import refill, save
 from plures.tensors import checksum
@@ -81,7 +81,7 @@ def fit(
                     "making the network"
                 )
         epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
-        display = stack.enter_context(Progress(ensemble.plan(), epochs, quiet=quiet or not processes.main))
+        display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet or not processes.main))
         _warn_of_few_steps(data, recipe)
         _Run(ensemble, data, recipe, folder, processes, display).train(finish)
     return ensemble
@@ -113,7 +113,7 @@ class _Run:
     recipe: Recipe
     folder: RunFolder | None
     processes: Processes
-    display: Progress
+    display: ProgressLine
 
     def train(self, finish: Callable[[], None]) -> None:
         folder, on_main = self.folder, self.processes.on_main

@@ -191,7 +191,7 @@ class OrthogonalDropout(Ensemble):
         return self._prepared(stage, network)
 
     def _prepared(self, stage: Stage, network: nn.Module) -> Stage:
-        """Give a stage its engine and pace, and keep the norms of its network that members share as they are."""
+        """Set the engine and the pace of a stage, and keep the norms of its network that members share as they are."""
         stage.engine = None if self._background == "given" else TrainingEngine()
         stage.pace = self._pace(stage.phase)
         norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _BatchNorm)]
