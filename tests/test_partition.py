@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.file import digits_per_word, pack, unpack
-from plures.methods.orthogonal_dropout.partition import FREE, Partition, owner_shape, sizes
+from plures.methods.orthogonal_dropout.owners import FREE, Partition, owner_shape, sizes
 from plures.seeding import generator
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)

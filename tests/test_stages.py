@@ -17,7 +17,7 @@ import plures
 from forked import start
 from plures import OrthogonalDropout, PluresError
 from plures.methods.orthogonal_dropout.file import expected_bytes
-from plures.methods.orthogonal_dropout.partition import Partition, Private, SplitNetwork
+from plures.methods.orthogonal_dropout.owners import Partition, Private, SplitNetwork
 from plures.tensors import own_tensors, tensors
 
 INPUTS = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))

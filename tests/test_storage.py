@@ -159,7 +159,7 @@ def test_some_members_are_read_without_the_others(saved, monkeypatch) -> None:
 def test_loading_draws_no_owners_that_the_file_holds(tmp_path, monkeypatch) -> None:
     ensemble = trained(optimize_masks=False)
     plures.save(ensemble, tmp_path / "random.safetensors")
-    monkeypatch.setattr("plures.methods.orthogonal_dropout.partition.Partition.randomise", None)
+    monkeypatch.setattr("plures.methods.orthogonal_dropout.owners.Partition.randomise", None)
     again = plures.load(tmp_path / "random.safetensors", network())
     assert again.optimize_masks is False
     assert all(owners.equal(again.owners[name]) for name, owners in ensemble.owners.items())

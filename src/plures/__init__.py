@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from plures.methods.orthogonal_dropout.engines.engine import Engine
     from plures.methods.orthogonal_dropout.masks import Keep, TopK
     from plures.methods.orthogonal_dropout.method import OrthogonalDropout
-    from plures.methods.orthogonal_dropout.partition import Partition
+    from plures.methods.orthogonal_dropout.owners import Partition
     from plures.methods.orthogonal_dropout.roles import Role, roles
     from plures.methods.packed_ensemble import PackedEnsemble
     from plures.stage import Stage, Step
@@ -48,7 +48,7 @@ _NAMES = {
     "plures.methods.orthogonal_dropout.doors": ("adapt", "split"),
     "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
     "plures.methods.orthogonal_dropout.masks": ("Keep", "TopK"),
-    "plures.methods.orthogonal_dropout.partition": ("Partition",),
+    "plures.methods.orthogonal_dropout.owners": ("Partition",),
     "plures.methods.orthogonal_dropout.roles": ("Role", "roles"),
     "plures.stage": ("Stage", "Step"),
     "plures.storage": ("load", "save"),

@@ -21,7 +21,7 @@ from plures.checks import check_members, number
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
-from plures.methods.orthogonal_dropout.partition import FREE, SplitNetwork, refilled
+from plures.methods.orthogonal_dropout.owners import FREE, SplitNetwork, refilled
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import Moments, checksum, overwrite, own_tensors
 

@@ -15,11 +15,11 @@ from plures.checks import one_of
 from plures.ensemble import Ensemble, Stored, file_line
 from plures.errors import PluresError
 from plures.losses import Loss
-from plures.methods.orthogonal_dropout import file, phases, together
+from plures.methods.orthogonal_dropout import file, sequential, together
 from plures.methods.orthogonal_dropout.engines.choosing import made
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.masks import put_on, unmasked
-from plures.methods.orthogonal_dropout.partition import (
+from plures.methods.orthogonal_dropout.owners import (
     Granularity,
     Partition,
     Private,
@@ -133,7 +133,7 @@ class OrthogonalDropout(Ensemble):
         self._given: Private | None = None
         self._keep_given()
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
-        self._progress = phases.Progress(members)
+        self._progress = sequential.Progress(members)
         self._moments: Moments = moments(network)
         self._loaded: list[int] | None = None  # set where only some members were read from a file
         self._places = places(network)
@@ -182,10 +182,10 @@ class OrthogonalDropout(Ensemble):
         network = self._start(member) if self._draft is None else copy.deepcopy(self._draft)
         known = tensors(network)
         for name, tensor in known.items():
-            if not phases.trains(step.phase, self.roles[name]):
+            if not sequential.trains(step.phase, self.roles[name]):
                 tensor.requires_grad_(False)
-        before = phases.statistics(network, known)
-        mask = phases.change if self._background == "given" else partial(phases.mask, step.phase)
+        before = sequential.statistics(network, known)
+        mask = sequential.change if self._background == "given" else partial(sequential.mask, step.phase)
         put_on(network, {name: mask(known[name], self._partition, name, member) for name in self.owners}, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
         return self._prepared(stage, network)
@@ -212,7 +212,7 @@ class OrthogonalDropout(Ensemble):
     def _open_together(self, step: Step) -> Stage:
         each = [self._start(member) for member in range(self.members if self.init == "fresh" else 1)]
         network = together.starts(self._split, each if len(each) > 1 else each * self.members)
-        before = [phases.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
+        before = [sequential.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
         commit = partial(self._commit_together, ticket=self._ticket, before=before)
         stage = together.MembersStage(network, step, self.loss, commit)
         return self._prepared(stage, network.network)
@@ -249,10 +249,10 @@ class OrthogonalDropout(Ensemble):
             raise self._out_of_date(stage.step)
         member = self._number(stage.member)
         values = unmasked(stage.network)
-        phases.refuse_other_start(stage, self._split, values)
-        values |= phases.settled(stage.network, values, before)
-        phases.claim(stage.phase, stage.network, self._partition, member)
-        if stage.phase in phases.COMPLETE:
+        sequential.refuse_other_start(stage, self._split, values)
+        values |= sequential.settled(stage.network, values, before)
+        sequential.claim(stage.phase, stage.network, self._partition, member)
+        if stage.phase in sequential.COMPLETE:
             self._split.write(member, values)
             self._draft = None
         else:

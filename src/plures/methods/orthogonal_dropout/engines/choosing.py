@@ -17,7 +17,7 @@ from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution, P
 from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
 from plures.methods.orthogonal_dropout.engines.rewriting import same_for_all
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
-from plures.methods.orthogonal_dropout.partition import SplitNetwork
+from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native.library import why_unavailable
 from plures.tensors import own_tensors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plures.calling import Arguments, arguments, batch_of, call, copied, logits_of, rows_of
 from plures.errors import PluresError
-from plures.methods.orthogonal_dropout.partition import SplitNetwork
+from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.prediction import Predictor
 
 log = logging.getLogger("plures")

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plures.errors import PluresError
 from plures.graph import has_statistics, is_of_torch, is_plain_convolution
 from plures.methods.orthogonal_dropout.masks import owned_part, spread
-from plures.methods.orthogonal_dropout.partition import SplitNetwork
+from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
 from plures.native.structures import Lists, block_lists, kernel_lists

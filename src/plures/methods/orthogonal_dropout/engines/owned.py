@@ -12,7 +12,7 @@ from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberCompa
 from plures.methods.orthogonal_dropout.engines.layers import OfMembers, Parts
 from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, foldable
-from plures.methods.orthogonal_dropout.partition import SplitNetwork
+from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.native.library import load, why_unavailable
 from plures.tensors import own_tensors, shell
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison
 from plures.methods.orthogonal_dropout.engines.layers import Parts
-from plures.methods.orthogonal_dropout.partition import SplitNetwork
+from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.tensors import own_tensors
 from plures.trunk import of_networks

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import Change, Keep, TopK, gathered, in_layout_of, mask_of, spread
-from plures.methods.orthogonal_dropout.partition import Partition, SplitNetwork
+from plures.methods.orthogonal_dropout.owners import Partition, SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors
