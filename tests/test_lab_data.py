@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-import forked
 from plures.errors import PluresError
 from plures.lab.data import Augment, DataInfo, batches, cache_folder, open_data, read_image, steps
 
@@ -79,9 +78,8 @@ def test_digits_need_nothing_and_are_always_split_alike():
     assert open_data(validation=0, seed=5).fingerprint == data.fingerprint  # no choice was made by the seed
 
 
-def test_splits_are_memory_maps_with_labels_and_names(bugs):
+def test_splits_have_pixels_labels_and_names(bugs):
     data = open_data("bugs", data_dir=bugs, validation=0)
-    assert isinstance(data.test.images, np.memmap)
     assert data.test.labels.tolist() == [0] * 5 + [1] * 5
     assert data.test.labels.dtype == np.int64
     assert list(data.info.classes) == ["ant", "bee"]
@@ -195,12 +193,12 @@ def test_without_test_images_a_fifth_is_held_out_always_the_same(tmp_path, caplo
         open_data(str(tmp_path / "single"))
 
 
-def test_hub_data_are_downloaded_once(tmp_path, monkeypatch):
+def test_hub_data_are_read_as_they_were_downloaded(tmp_path, monkeypatch):
     calls = []
 
     def snapshot_download(hub_id, *, repo_type, allow_patterns, **_):
         calls.append((hub_id, repo_type, allow_patterns))
-        (tmp_path / "cropped_digits").mkdir()
+        (tmp_path / "cropped_digits").mkdir(exist_ok=True)
         for split in ("train", "test"):
             file = tmp_path / "cropped_digits" / f"{split}-00000-of-00001.parquet"
             write_parquet(file, random_images(300, 4, 4, 3), [0, 1] * 150, names=["no", "yes"])
@@ -211,7 +209,6 @@ def test_hub_data_are_downloaded_once(tmp_path, monkeypatch):
     assert calls == [("ufldl-stanford/svhn", "dataset", "cropped_digits*.parquet")]
     assert (list(data.info.classes), len(data.test), data.test.labels[:3].tolist()) == (["no", "yes"], 300, [0, 1, 0])
     assert open_data("svhn").fingerprint == data.fingerprint
-    assert len(calls) == 1
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -272,18 +269,12 @@ def test_damaged_image_is_named(tmp_path, damage):
         open_data(str(tmp_path / "f"))
 
 
-def test_cache_that_cannot_be_written(tmp_path):
+@pytest.mark.parametrize("place", ["file", "a\0b"])
+def test_without_a_place_for_the_cache_images_are_decoded_each_time(tmp_path, monkeypatch, caplog, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(PluresError, match="cache_dir or PLURES_CACHE"):
-        open_data("digits", cache_dir=tmp_path / "file")
-
-
-def test_disk_without_room_is_not_filled_first(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 10**5})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    monkeypatch.setattr("plures.lab.data.cache.decode", lambda *_: pytest.fail("it is filled"))
-    with pytest.raises(PluresError, match="takes 115,008 bytes, and the disk of .* has 100,000 left"):
-        open_data("digits", cache_dir=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert open_data("digits", cache_dir=place).fingerprint == open_data("digits").fingerprint
+    assert caplog.text.count("choose another folder by PLURES_CACHE") == 1
 
 
 @pytest.mark.parametrize(
@@ -436,66 +427,40 @@ def test_info_survives_json(bugs):
 
 
 def cache_files(tmp_path):
-    return sorted((tmp_path / "cache").glob("*/images.npy"))
+    return sorted((tmp_path / "cache").glob("*.npy"))
 
 
-def test_warm_cache_does_not_read_the_source_again(bugs, tmp_path, monkeypatch):
+def test_images_are_decoded_once(bugs, monkeypatch):
     first = open_data("bugs", data_dir=bugs)
-    monkeypatch.setattr("plures.lab.data.parquet.ParquetTable", lambda file: pytest.fail("read again"))
-    assert open_data("bugs", data_dir=bugs).fingerprint == first.fingerprint
+    monkeypatch.setattr("plures.lab.data.cache.decode", lambda *_: pytest.fail("decoded again"))
+    again = open_data("bugs", data_dir=bugs)
+    assert again.fingerprint == first.fingerprint
+    assert np.array_equal(again.train.images, first.train.images)
 
 
-def test_changed_source_is_decoded_again(bugs):
-    first = open_data("bugs", data_dir=bugs)
-    write_parquet(bugs / "bugs" / "train.parquet", random_images(40, 8, 8, 3, seed=9), [0, 1] * 20)
+def test_changed_source_is_decoded_again_whatever_its_size_and_time(bugs):
+    file = bugs / "bugs" / "train.parquet"
+    state, first = file.stat(), open_data("bugs", data_dir=bugs)
+    write_parquet(file, random_images(40, 8, 8, 3, seed=9), [0, 1] * 20)
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     second = open_data("bugs", data_dir=bugs)
     assert second.fingerprint != first.fingerprint
     assert not np.array_equal(second.train.images, first.train.images)
 
 
-@pytest.mark.parametrize(
-    "damage", ["truncate", "flip", "remove", "{", "[]", "null", "{}", "7", '{"images.npy": "x"}', "[" * 10_000]
-)
+@pytest.mark.parametrize("damage", ["truncate", "head", "remove", "empty", "other"])
 def test_damaged_cache_is_written_again(bugs, tmp_path, damage):
-    before = open_data("bugs", data_dir=bugs, validation=0).train.images.copy()
+    before = open_data("bugs", data_dir=bugs, validation=0).train.images
     (file,) = cache_files(tmp_path)
-    content = bytearray(file.read_bytes())
-    if damage == "truncate":
-        file.write_bytes(content[:-100])
-    elif damage == "flip":
-        content[-1] ^= 1
-        file.write_bytes(content)
-    elif damage == "remove":
+    content = file.read_bytes()
+    if damage == "remove":
         file.unlink()
+    elif damage == "other":
+        np.save(file, np.zeros(3))
     else:
-        (file.parent / "entry.json").write_text(damage)
+        file.write_bytes({"truncate": content[:-100], "head": b"\0" + content[1:], "empty": b""}[damage])
     np.testing.assert_array_equal(open_data("bugs", data_dir=bugs, validation=0).train.images, before)
-
-
-def test_entry_with_a_flipped_bit_is_made_again(bugs, tmp_path):
-    data = open_data("bugs", data_dir=bugs, validation=0)
-    (file,) = (tmp_path / "cache").glob("*/entry.json")
-    whole = file.read_bytes()
-    for place in range(0, len(whole), 3):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 7)]) + whole[place + 1 :])
-        again = open_data("bugs", data_dir=bugs, validation=0)
-        assert (again.fingerprint, again.info) == (data.fingerprint, data.info)
-    for rubbish in (b"", b"[]", b"null", b"{}", b"[" * 10_000, b"\xff", whole.partition(b" ")[2]):
-        file.write_bytes(rubbish)
-        assert open_data("bugs", data_dir=bugs, validation=0).info == data.info
-        assert file.read_bytes() == whole
-
-
-def test_fingerprint_is_of_the_images_that_are_decoded(bugs, tmp_path):
-    file = bugs / "bugs" / "train.parquet"
-    before = open_data("bugs", data_dir=bugs, size=4, cache_dir=tmp_path / "other")
-    open_data("bugs", data_dir=bugs)
-    state = file.stat()
-    write_parquet(file, random_images(40, 8, 8, 3), [1, 0] * 20)  # the same size, and the time is put back
-    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    after = open_data("bugs", data_dir=bugs, size=4)
-    assert after.train.labels[0] != before.train.labels[0]
-    assert after.fingerprint != before.fingerprint
+    assert file.read_bytes() == content
 
 
 def test_cache_of_the_system_is_used_unless_another_is_named(tmp_path, monkeypatch):
@@ -507,32 +472,6 @@ def test_cache_of_the_system_is_used_unless_another_is_named(tmp_path, monkeypat
     assert cache_folder().name == "plures" or sys.platform == "win32"
     with pytest.raises(PluresError, match="home folder"):
         cache_folder("~nobody-of-this-name/cache")
-
-
-def test_remains_of_a_killed_process_do_no_harm(bugs, tmp_path):
-    open_data("bugs", data_dir=bugs)
-    (file,) = cache_files(tmp_path)
-    file.parent.rename(file.parent.with_suffix(".partial"))  # killed before the last step
-    (file.parent.with_suffix(".partial") / "rubbish").write_text("")
-    assert len(open_data("bugs", data_dir=bugs).test) == 10
-    assert [entry.name for entry in (tmp_path / "cache").glob("*.partial")] == []
-    assert not (file.parent / "rubbish").exists()
-
-
-def tell_the_fingerprint(home, begin, pipe):
-    begin.wait()
-    pipe.send(open_data("bugs", data_dir=home).fingerprint)
-
-
-def test_two_processes_at_the_same_time_share_one_cache(bugs, tmp_path):
-    begin, pipes = forked.CONTEXT.Barrier(2), [forked.CONTEXT.Pipe(duplex=False) for _ in range(2)]
-    running = [forked.start(tell_the_fingerprint, bugs, begin, there) for _, there in pipes]
-    for process in running:
-        process.join()
-    assert [process.exitcode for process in running] == [0, 0]
-    answers = {here.recv() for here, _ in pipes}
-    assert answers == {open_data("bugs", data_dir=bugs).fingerprint}
-    assert len(cache_files(tmp_path)) == 1
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from plures.checks import whole_number
 from plures.errors import PluresError
 from plures.files import digest
-from plures.lab.data.cache import cache_folder, open_cache
+from plures.lab.data.cache import cache_folder, decoded_images
 from plures.lab.data.images import read_image
 from plures.lab.data.sources import expanded, find_source
 from plures.lab.data.split import (
@@ -77,7 +77,7 @@ def open_data(
     limit: int | None = None,
     like: DataInfo | None = None,
 ) -> Data:
-    """Open a data set, decoding it into the cache the first time.
+    """Open a data set, and keep its decoded images in the cache.
 
         data = open_data("cifar10", data_dir="data", size=16, limit=10_000)
         birds = open_data("birds", data_dir="data", size=64, cache_size=73)     # room for random crops
@@ -109,10 +109,10 @@ def open_data(
     folder = data_dir or os.environ.get("PLURES_DATA")
     source = find_source(name, expanded(folder) if folder else None)
     stored_size, channels = (like.cache_size, like.channels) if like else (cache_size or size, None)
-    entry, pixels, labels, moments = open_cache(source, cache_folder(cache_dir), stored_size, channels)
-
-    first, _ = entry.splits.get("train", (0, 0))
-    train, test, own = (np.arange(*entry.splits.get(split, (0, 0))) for split in ("train", "test", "validation"))
+    content, classes, splits, pixels, labels = decoded_images(source, cache_folder(cache_dir), stored_size, channels)
+    stored, channels = pixels.shape[-2:]
+    first, _ = splits.get("train", (0, 0))
+    train, test, own = (np.arange(*splits.get(split, (0, 0))) for split in ("train", "test", "validation"))
     if like is not None and not len(test):  # nothing is trained on these
         train, test = test, train
     elif len(train) and not len(test):
@@ -130,9 +130,9 @@ def open_data(
             "give a fraction, such as 0.1, or a smaller number"
         )
     train, carved = _parted(labels, train, count, seed)
-    mean, std = (like.mean, like.std) if like else _mean_and_std(moments[train], entry.size)
-    size = like.size if like else size or entry.size
-    info = DataInfo(name, entry.classes, entry.channels, size, entry.size, stored_size is not None, mean, std)
+    mean, std = (like.mean, like.std) if like else _mean_and_std(pixels, train)
+    size = like.size if like else size or stored
+    info = DataInfo(name, classes, channels, size, stored, stored_size is not None, mean, std)
     parts = (f" {len(rows)} ".encode() + (rows - first).astype("<i8").tobytes() for rows in (train, carved))
 
     def split(kind: str, rows: Rows) -> DataSplit:
@@ -143,7 +143,7 @@ def open_data(
         train=split("train", train),
         validation=split("validation", own if len(own) else carved),
         test=split("test", test),
-        fingerprint=digest(f"{entry.content} {size} {entry.size} {entry.channels}".encode(), *parts, length=32),
+        fingerprint=digest(f"{content} {size} {stored} {channels}".encode(), *parts, length=32),
     )
 
 
@@ -153,13 +153,15 @@ def _parted(labels: Rows, rows: Rows, count: int, seed: int) -> tuple[Rows, Rows
     return np.delete(rows, chosen), rows[chosen]
 
 
-def _mean_and_std(moments: npt.NDArray[np.int64], side: int) -> tuple[list[float], list[float]]:
+def _mean_and_std(pixels: npt.NDArray[np.uint8], rows: Rows) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation per channel, from sums of whole numbers: exact in any order."""
-    if not len(moments):
+    if not len(rows):
         return [], []
-    pixels = len(moments) * side * side
-    sums, squares = moments.sum(0).astype(np.float64)
-    mean = sums / pixels
+    total = np.zeros((2, pixels.shape[-1]), np.int64)
+    for start in range(0, len(rows), 256):
+        flat = pixels[rows[start : start + 256]].reshape(-1, pixels.shape[-1])
+        total += [flat.sum(0, dtype=np.int64), np.square(flat, dtype=np.uint16).sum(0, dtype=np.int64)]
+    mean, squares = total / (len(rows) * pixels[0, ..., 0].size)
     # A channel that never changes is only shifted.
-    std = np.sqrt(np.maximum(squares / pixels - mean**2, 0))
+    std = np.sqrt(np.maximum(squares - mean**2, 0))
     return (mean / 255).tolist(), (np.where(std > 0, std, 255) / 255).tolist()

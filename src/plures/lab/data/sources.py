@@ -7,9 +7,8 @@ The Parquet files of a hub data set are downloaded, and read like local ones. Th
 would keep a second copy of all images, and promises neither their order nor a bound on memory.
 """
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -43,13 +42,9 @@ T = TypeVar("T")
 
 
 class Source(NamedTuple):
-    """A data set that has been found, but not read yet.
-
-    The signature is cheap to compute and changes whenever the images may have changed.
-    """
+    """A data set that has been found, but not read yet."""
 
     name: str
-    signature: str
     read: Callable[[], Contents]
 
 
@@ -70,7 +65,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
         if _exists(place):
             return _local_source(name, place)
     if name == "digits":
-        return Source(name, "scikit-learn digits", _read_digits)
+        return Source(name, _read_digits)
     looked = " and ".join(dict.fromkeys(str(place) for place in places))
     hub_id, configuration = HUB_IDS.get(name, (name, None))
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", hub_id):
@@ -86,8 +81,7 @@ def find_source(name: str, data_dir: Path | None) -> Source:
                 f"(or train/CLASS/*.png and test/CLASS/*.png) into {(data_dir or Path('$PLURES_DATA')) / name}"
             ) from None
 
-    # The signature is the name alone: once decoded, a hub set is opened without asking the hub again.
-    return Source(name, f"hub {hub_id} {configuration}", read)
+    return Source(name, read)
 
 
 def local_path(name: str, data_dir: Path | None) -> Path | None:
@@ -146,14 +140,9 @@ def _local_source(name: str, place: Path) -> Source:
     else:
         raise PluresError(f"{place} is neither a folder nor a .parquet file")
     if tables:
-        return Source(
-            name,
-            _signature("parquet", (file for files in tables.values() for file in files)),
-            lambda: parquet_contents(tables),
-        )
+        return Source(name, lambda: parquet_contents(tables))
     if found := _image_files(place):
-        every = (file for classes in found.values() for files in classes.values() for file in files)
-        return Source(name, _signature("image folder", every), lambda: _read_folders(found, place))
+        return Source(name, lambda: _read_folders(found, place))
     raise PluresError(
         f"{place} contains neither train.parquet or test.parquet nor class folders of images: "
         "put images into train/CLASS/ and test/CLASS/, or only into CLASS/"
@@ -179,16 +168,6 @@ def _by_split(found: Mapping[str, T], place: object) -> dict[str, T]:
     if "validation" in splits and "test" not in splits:
         splits["test"] = splits.pop("validation")
     return splits
-
-
-def _signature(kind: str, files: Iterable[Path]) -> str:
-    """Return a text that changes with the path, size or time of any file."""
-    lines = [kind]
-    for file in files:
-        with reading(file):
-            state = file.stat()
-        lines.append(f"{os.path.abspath(file)} {state.st_size} {state.st_mtime_ns}")  # noqa: PTH100 (keeps links)
-    return "\n".join(lines)
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -75,7 +75,7 @@ class DataInfo:
 class DataSplit:
     """The train, validation or test part of a data set.
 
-    `pixels` is the memory map of the images of all parts, and `rows` are those of this one, in ascending order.
+    `pixels` are the images of all parts, and `rows` are those of this one, in ascending order.
     """
 
     name: str
@@ -89,9 +89,7 @@ class DataSplit:
 
     @property
     def images(self) -> npt.NDArray[np.uint8]:
-        """The images, [N, height, width, channels]: a part of the memory map, or a copy if rows are left out."""
-        if len(self) and self.rows[-1] - self.rows[0] == len(self) - 1:  # rows ascend
-            return self.pixels[self.rows[0] : self.rows[-1] + 1]
+        """A copy of the images, [N, height, width, channels]."""
         return self.pixels[self.rows]
 
     def seen(self, chosen: slice | Rows) -> npt.NDArray[np.uint8]:
