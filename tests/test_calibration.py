@@ -1,4 +1,4 @@
-"""Calibration that travels, promises of predictions, and members on demand."""
+"""Calibration that travels, and promises of predictions."""
 
 import copy
 import inspect
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import plures
 from plures import PluresError, metrics
-from plures.calibration import ClassCalibration, _rising
-from trust_promises import on_demand
+from plures.calibration import ClassCalibration
 
 CLASSES, FEATURES = 5, 6
 NETWORK = "torch.nn.Sequential(torch.nn.Linear(6, 24), torch.nn.ReLU(), torch.nn.Linear(24, 5))"
@@ -71,7 +70,6 @@ def test_calibration_is_the_temperature_of_the_metrics_and_helps_elsewhere(ensem
     held_out = ensemble.predict(HELD_OUT[0], calibrated=False).probabilities
     assert ensemble.calibration.temperature == pytest.approx(metrics.temperature(held_out, HELD_OUT[1]))
     assert torch.equal(after.label, before.label)
-    assert torch.equal(after.uncalibrated, before.probabilities)
     assert torch.equal(after.members, before.members)
     assert torch.equal(ensemble.predict(TEST[0], calibrated=False).probabilities, before.probabilities)
     assert torch.equal(ensemble.calibrate(None).predict(TEST[0]).probabilities, before.probabilities)
@@ -109,8 +107,7 @@ def answers(ensemble: plures.Ensemble, inputs: Tensor) -> list[Tensor]:
     """All that a calibrated ensemble says."""
     prediction = ensemble.predict(inputs)
     sets = [prediction.sets(0.9), prediction.sets(0.9, adaptive=True)]
-    some = ensemble.predict(inputs, until=0.9)
-    return [prediction.probabilities, prediction.abstain(risk=0.3).label, *sets, some.probabilities, some.members_used]
+    return [prediction.probabilities, prediction.abstain(risk=0.3).label, *sets]
 
 
 def test_another_process_gives_the_same_bits(ensemble, tmp_path: Path) -> None:
@@ -214,7 +211,7 @@ def test_abstaining_keeps_to_the_risk(ensemble) -> None:
 
 def test_promises_need_held_out_data_and_enough_of_it(ensemble) -> None:
     prediction = ensemble.predict(TEST[0])
-    for ask in (prediction.sets, lambda: prediction.abstain(0.1), lambda: ensemble.predict(TEST[0], until=0.9)):
+    for ask in (prediction.sets, lambda: prediction.abstain(0.1)):
         with pytest.raises(PluresError, match="needs held-out data: call ensemble.calibrate"):
             ask()
     prediction = ensemble.calibrate(*clusters(50, seed=6)).predict(TEST[0])
@@ -249,103 +246,6 @@ def test_bad_held_out_data_get_one_sentence_and_leave_the_calibration(ensemble) 
         with pytest.raises(PluresError, match=message):
             ensemble.calibrate(*data)
         assert ensemble.calibration is before
-
-
-# --- members on demand
-
-
-def test_members_on_demand_stop_early_and_seldom_change_the_label(ensemble) -> None:
-    ensemble.calibrate(*HELD_OUT)
-    whole = ensemble.predict(TEST[0])
-    assert whole.members_used.tolist() == [3] * 1000
-    used = {}
-    for until in (0.8, 0.95, 0.999):
-        some = ensemble.predict(TEST[0], until=until, batch_size=128)
-        used[until] = float(some.members_used.double().mean())
-        stopped = some.members_used < 3
-        changed = int((some.label != whole.label)[stopped].sum())
-        # Measured on 1,000 others, and at a first and a second chance to stop.
-        assert changed <= (1 - until + 0.03) * int(stopped.sum())
-        assert torch.equal(some.label[~stopped], whole.label[~stopped])
-        torch.testing.assert_close(some.probabilities[~stopped], whole.probabilities[~stopped])
-    assert 1 <= used[0.8] <= used[0.95] <= used[0.999] <= 3
-    assert used[0.95] < 2.5
-
-
-@pytest.mark.parametrize("members", [3, 8])
-@pytest.mark.parametrize("until", [0.8, 0.9, 0.95, 0.98])
-def test_at_least_the_share_until_of_early_answers_is_what_all_members_say(members: int, until: float) -> None:
-    def drawn(count: int, seed: int) -> tuple[Tensor, Tensor]:
-        random = torch.Generator().manual_seed(seed)
-        targets = torch.randint(0, CLASSES, (count,), generator=random)
-        common = torch.randn(count, CLASSES, generator=random) + 2 * nn.functional.one_hot(targets, CLASSES)
-        return (common + torch.randn(members, count, CLASSES, generator=random)).softmax(-1), targets
-
-    calibration = ClassCalibration.fit(*drawn(1000, seed=0))
-    others, _ = drawn(20_000, seed=1)
-    probabilities, used = on_demand(calibration, others, until)
-    early = used < members
-    same = probabilities.argmax(1) == others.mean(0).argmax(1)
-    assert float(same[early].double().mean()) >= until
-    assert float(early.double().mean()) > 0.3  # the share is reached by stopping, not by asking everybody
-
-
-def test_what_members_on_demand_would_answer_is_what_they_answer(ensemble) -> None:
-    ensemble.calibrate(*HELD_OUT)
-    some = ensemble.predict(TEST[0], until=0.9)
-    probabilities, used = on_demand(ensemble.calibration, ensemble.predict(TEST[0]).members, until=0.9)
-    assert torch.equal(used, some.members_used)
-    torch.testing.assert_close(probabilities, some.probabilities)
-
-
-def test_members_that_were_not_asked_are_nan_and_the_others_as_always(ensemble) -> None:
-    whole = ensemble.calibrate(*HELD_OUT).predict(TEST[0])
-    some = ensemble.predict(TEST[0], until=0.9)
-    asked = torch.arange(3)[:, None] < some.members_used
-    assert torch.equal(some.members.isnan().all(-1), ~asked)
-    torch.testing.assert_close(some.members[asked], whole.members[asked])
-    assert some.probabilities.isfinite().all()
-    torch.testing.assert_close(some.probabilities.sum(1), torch.ones(1000))
-    with pytest.raises(PluresError, match="sets needs the predictions of all members: call predict without until="):
-        some.sets()
-
-
-@pytest.mark.parametrize("name", ["DeepEnsemble", "MCDropout", "Deterministic"])
-def test_other_methods_are_asked_one_by_one_as_well(name: str) -> None:
-    options = {"DeepEnsemble": {"members": 3}, "MCDropout": {"passes": 4, "rate": 0.2}, "Deterministic": {}}[name]
-    ensemble = train(getattr(plures, name)(network(), **options), steps=20).calibrate(*HELD_OUT)
-    some = ensemble.predict(TEST[0], until=0.9)
-    again = ensemble.predict(TEST[0], until=0.9)
-    assert torch.equal(some.probabilities, again.probabilities)
-    assert float(some.members_used.double().mean()) <= ensemble.calibration.members
-    assert metrics.accuracy(some.probabilities, TEST[1]) > 0.5
-
-
-def test_methods_of_one_pass_say_that_there_is_nothing_to_save() -> None:
-    ensemble = train(plures.PackedEnsemble(network(), members=2), steps=2).calibrate(*HELD_OUT)
-    with pytest.raises(PluresError, match="PackedEnsemble runs all members in one pass: until= would save nothing"):
-        ensemble.predict(TEST[0], until=0.9)
-
-
-def test_until_is_a_share(ensemble) -> None:
-    ensemble.calibrate(*HELD_OUT)
-    for until in (0, 1, 2):
-        with pytest.raises(PluresError, match=f"^until={until}; use a number between 0 and 1$"):
-            ensemble.predict(TEST[0], until=until)
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
-def test_shares_rise_as_those_of_scikit_learn(bins) -> None:
-    from sklearn.isotonic import isotonic_regression
-
-    same, total = [min(pair) for pair in bins], [max(pair) for pair in bins]
-    seen = [place for place, count in enumerate(total) if count]
-    found = [share for share, _ in _rising(same, total)]
-    assert found == sorted(found)
-    if seen:
-        shares = [same[place] / total[place] for place in seen]
-        expected = isotonic_regression(shares, sample_weight=[total[place] for place in seen])
-        assert [found[place] for place in seen] == pytest.approx(list(expected))
 
 
 def test_nobody_is_sure_after_a_few_dozen_right_answers() -> None:

@@ -198,7 +198,6 @@ def test_promises_are_not_made_for_places(painted: plures.Ensemble) -> None:
     for ask in (
         prediction.sets,
         lambda: prediction.abstain(0.1),
-        lambda: ensemble.predict(pictures(2, 4)[0], until=0.9),
     ):
         with pytest.raises(
             PluresError, match="need one prediction per sample: the pixels or tokens of one sample are not independent"

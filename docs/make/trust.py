@@ -27,7 +27,6 @@ from trust_sentences import listed, scores
 DOCS = Path(__file__).parent.parent
 PICTURES = DOCS / "results"
 LINE = 150  # characters of a line of prose
-SHOWN = (0.8, 0.9, 0.95, 0.98, 0.99)  # thresholds in the table of members on demand; the figure has more
 
 One = Mapping[str, Any]
 
@@ -92,7 +91,6 @@ def page(rows: Sequence[Row], found: Found, ood: str) -> str:
             fallen=say.shift(found),
             told=say.strangers(found, ood),
             halves=say.silence(found),
-            saved=say.on_demand(found),
             **tables,
         )
     )
@@ -168,28 +166,6 @@ def _aurc(name: str, one: One) -> list[list[str]]:
     return [[name, f"{one['home']['aurc']:.4f}", at(0.25), at(0.5), at(0.75), _percent(curve["risk"][-1])]]
 
 
-def _demand(name: str, one: One) -> list[list[str]]:
-    """Return one line for all thresholds that stop at the same members."""
-    members = one["home"]["members"]
-    if members == 1:
-        return []
-    groups: dict[float, list[One]] = {}
-    for each in one.get("on_demand", []):
-        if each["until"] in SHOWN:
-            groups.setdefault(each["members"], []).append(each)
-    lines = []
-    for group in groups.values():
-        each, until = group[0], f"{group[0]['until']:g}"
-        until += f" to {group[-1]['until']:g}" if len(group) > 1 else ""
-        saved, lost = 1 - each["members"] / members, one["calibrated"]["accuracy"] - each["accuracy"]
-        figures = [f"{each['members']:.2f} of {members}", f"{100 * saved:.0f}", f"{100 * each['early_same']:.1f}"]
-        figures[-1] = figures[-1] if each["early"] else "-"
-        lines.append(
-            [name, until, *figures, f"{100 * each['accuracy']:.2f}", f"{100 * lost:+.2f}", f"{each['nll']:.3f}"]
-        )
-    return lines
-
-
 def _percent(value: float | None) -> str:
     return _figure(None if value is None else 100 * value, 1)
 
@@ -218,11 +194,6 @@ TABLES = [
         _ood,
     ),
     ("silent", ["method", "AURC", "error % of the most confident quarter", "half", "three quarters", "all"], _aurc),
-    (
-        "demand",
-        ["method", "until", "members used", "passes saved %", "same label %", "accuracy %", "lost, points", "NLL"],
-        _demand,
-    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The four figures of docs/trust.md: shift, out-of-distribution data, risk against coverage, members on demand."""
+"""The figures of docs/trust.md: shift, and risk against coverage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +18,11 @@ Found = Mapping[str, Mapping[str, Any]]
 
 
 def draw(found: Found, folder: Path) -> None:
-    """Draw the three figures."""
+    """Draw the figures."""
     looks = looks_of(found)
     with matplotlib.rc_context({**RULES, "axes.grid": True, "xtick.color": INK, "ytick.color": INK}):
         _severity(found, looks, folder / "trust-shift.svg")
         _risk(found, looks, folder / "trust-risk-coverage.svg")
-        _on_demand(found, looks, folder / "trust-on-demand.svg")
 
 
 def _severity(found: Found, looks: Mapping[str, Look], path: Path) -> None:
@@ -55,40 +54,8 @@ def _risk(found: Found, looks: Mapping[str, Look], path: Path) -> None:
     _save(figure, path)
 
 
-def _on_demand(found: Found, looks: Mapping[str, Look], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.4), layout="constrained")
-    for name, one in found.items():
-        members = one["home"]["members"]
-        if members == 1 or "on_demand" not in one:
-            continue
-        asked = sorted([*one["on_demand"], {"members": members, **one["calibrated"]}], key=lambda each: each["members"])
-        for axis, key in zip(axes, ("accuracy", "nll"), strict=True):
-            line = _line(looks[name])
-            axis.plot(_shares(one["first_members"], members), _all(one["first_members"], key), **_dashed(looks[name]))
-            axis.plot(_shares(asked, members), _all(asked, key), label=name, **line)
-    for axis, title in zip(axes, ("accuracy", "NLL"), strict=True):
-        axis.set(xlabel="share of the member passes", title=title, xlim=(0, 1.02))
-        axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-    axes[0].plot([], [], color=INK, ls=":", label="the same members for all")
-    _legend(figure, axes[0])
-    _save(figure, path)
-
-
-def _shares(rows: list[Mapping[str, Any]], members: int) -> list[float]:
-    return [each["members"] / members for each in rows]
-
-
-def _all(rows: list[Mapping[str, Any]], key: str) -> list[float]:
-    return [each[key] for each in rows]
-
-
 def _line(look: Look) -> dict[str, Any]:
     return {"color": look.colour, "marker": look.marker, "ms": 4, "lw": 1.6}
-
-
-def _dashed(look: Look) -> dict[str, Any]:
-    return {"color": look.colour, "ls": ":", "lw": 1.3}
 
 
 def _legend(figure: Any, axis: Any) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 Found = Mapping[str, Mapping[str, Any]]
 One = Mapping[str, Any]
-LITTLE = 0.002  # of accuracy
 UNSEEN = 0.0005  # of NLL: less does not show in the table
 
 
@@ -87,25 +86,6 @@ def silence(found: Found) -> str:
     """Return the method whose confidence ranks its predictions best."""
     best = min(found, key=lambda name: found[name]["home"]["aurc"])
     return f"The lowest area under the curve (AURC) is that of {best}."
-
-
-def on_demand(found: Found) -> str:
-    """Return how many passes members on demand save at little cost."""
-    words = []
-    for name, one in _several(found).items():
-        good = [each for each in one["on_demand"] if one["calibrated"]["accuracy"] - each["accuracy"] <= LITTLE]
-        if not good:
-            words.append(f"{name} loses more at every threshold")
-            continue
-        most = min(good, key=lambda each: each["members"])
-        saved = 100 * (1 - most["members"] / one["home"]["members"])
-        much = f"{saved:.0f} % of its passes (`until={most['until']:g}`)" if saved >= 0.5 else "nothing"
-        words.append(f"{name} saves {much}")
-    return f"For at most {100 * LITTLE:g} points of accuracy lost on the test images, {listed(words)}."
-
-
-def _several(found: Found) -> dict[str, One]:
-    return {name: one for name, one in found.items() if one["home"]["members"] > 1 and "on_demand" in one}
 
 
 def scores(one: One) -> dict[str, One]:

@@ -35,17 +35,13 @@ class Prediction:
     confidence: Tensor
     """[B]: the probability of the most probable class."""
     members: Tensor
-    """[K, B, C]: each member's probabilities; NaN for members that were not run."""
+    """[K, B, C]: each member's probabilities."""
     total: Tensor
     """[B]: the entropy of the mean."""
     aleatoric: Tensor
     """[B]: the mean entropy of the members."""
     epistemic: Tensor
     """[B]: total - aleatoric, the members' disagreement; never negative."""
-    uncalibrated: Tensor
-    """[B, C]: the mean of the members' probabilities without calibration, which guarantees use."""
-    members_used: Tensor
-    """[B]: how many members were run."""
     calibration: ClassCalibration | None = None
     """The calibration from held-out samples."""
 
@@ -64,7 +60,7 @@ class Prediction:
         the held-out samples. The default sets are the smallest on average, and may be empty. `adaptive` sets grow with
         the difficulty of the sample and always contain the most probable class.
         """
-        return self._calibrated("sets").sets(self._whole("sets"), coverage, adaptive)
+        return self._calibrated("sets").sets(self.members.mean(0), coverage, adaptive)
 
     def abstain(self, risk: float, *, delta: float = 0.05) -> "Prediction":
         """Abstain (label -1) so often that at most a share `risk` of the remaining labels is wrong.
@@ -77,7 +73,7 @@ class Prediction:
         guaranteed risk, by the uncalibrated confidence.
         """
         threshold = self._calibrated("abstain").selection(risk, delta).threshold
-        confidence, label = self._whole("abstain").max(1)
+        confidence, label = self.members.mean(0).max(1)
         return replace(self, label=torch.where(confidence.double() >= threshold, label, ABSTAINED))
 
     def __len__(self) -> int:
@@ -127,8 +123,7 @@ class Prediction:
         """
         if abstain_below is not None and not 0 <= abstain_below <= 1:
             raise PluresError(f"abstain_below={abstain_below}; use a number from 0 to 1")
-        mean = members.mean(0)
-        probabilities = mean if calibration is None else calibration.probabilities(members)
+        probabilities = members.mean(0) if calibration is None else calibration.probabilities(members)
         confidence, label = probabilities.max(1)
         if abstain_below is not None:
             label = torch.where(confidence < abstain_below, ABSTAINED, label)
@@ -141,8 +136,6 @@ class Prediction:
             total=total,
             aleatoric=aleatoric,
             epistemic=epistemic,
-            uncalibrated=mean,
-            members_used=torch.full(label.shape[:1], len(members), device=label.device),
             calibration=calibration,
         )
 
@@ -150,11 +143,6 @@ class Prediction:
         if self.calibration is None:
             raise PluresError(f"{asked} needs held-out data: call ensemble.calibrate(inputs, targets) before predict")
         return self.calibration
-
-    def _whole(self, asked: str) -> Tensor:
-        if bool((self.members_used < len(self.members)).any()):
-            raise PluresError(f"{asked} needs the predictions of all members: call predict without until=")
-        return self.uncalibrated
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,13 +1,11 @@
-"""Calibration on held-out data: temperatures, and the scores that guarantees need.
+"""Calibration on held-out data: a temperature, and the scores that guarantees need.
 
 The ensemble's file stores it, so a process that never saw the data gives the same predictions and guarantees.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from plures.arrays import labelled, numbers, soften
 from plures.errors import PluresError
 from plures.guarantees import Selection, adaptive_scores, ambiguity_scores, of_targets, quantile, select
 from plures.metrics import nll, temperature, tempered
-
-MARGINS = 101  # margins of members on demand: 0, 0.01, ..., 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +25,10 @@ class ClassCalibration:
     """
 
     kind: ClassVar[str] = "classes"
-    temperatures: Tensor
-    """[members]: the temperature of the mean of the first members; the last one is the ensemble's."""
+    members: int
+    """The number of members."""
+    temperature: float
+    """The temperature of the mean of all members."""
     nll: Tensor
     """[2]: the NLL of the held-out samples before and after."""
     probability: Tensor
@@ -41,9 +39,6 @@ class ClassCalibration:
     """[samples]: the place of the true class among the most probable, from 1."""
     confidence: Tensor
     """[samples]: the largest probability."""
-    kept: Tensor
-    """[members - 1, margins]: of samples with this margin between the two most probable classes after 1, 2, ...
-    members, the share whose label no further member changes; it rises with the margin."""
 
     @classmethod
     def fit(cls, members: Tensor, targets: Tensor) -> Self:
@@ -58,47 +53,30 @@ class ClassCalibration:
             which = f"all {len(labels)} held-out targets are" if len(labels) > 1 else "the only held-out target is"
             raise PluresError(f"{which} class {int(labels[0])}: calibrate on data of several classes")
         plain = flat.mean(0)
-        temperatures = [_best(flat[: count + 1].mean(0), labels) for count in range(len(flat))]
-        after = nll(tempered(plain, temperatures[-1]), labels)
+        temperature = _best(plain, labels)
+        after = nll(tempered(plain, temperature), labels)
         ordered = plain.sort(dim=1, descending=True, stable=True).indices
         rank = (ordered.eq(labels[:, None]).int().argmax(dim=1) + 1).int()
         # Places of one image are not drawn independently of each other: nothing is kept of them.
         some = slice(0, 0) if members.dim() > 3 else slice(None)
         return cls(
-            torch.tensor(temperatures, dtype=torch.float64),
+            len(flat),
+            temperature,
             torch.tensor([nll(plain, labels), after], dtype=torch.float64),
             plain.gather(1, labels[:, None]).squeeze(1)[some],
             of_targets(adaptive_scores(plain), labels)[some],
             rank[some],
             plain.amax(1)[some],
-            _kept(flat)[:, some],
         )
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        return len(self.temperatures)
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the mean of all members."""
-        return float(self.temperatures[-1])
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the expected shape of each field."""
-        members, samples = self.temperatures.numel(), self.probability.numel()
-        each = {name: [samples] for name in ("probability", "before", "rank", "confidence")}
-        kept = [max(members - 1, 0), MARGINS if samples else 0]
-        return {"temperatures": [members], "nll": [2], **each, "kept": kept}
-
-    @cached_property
-    def constants(self) -> list[float]:
-        """The temperatures, as an exported program holds them."""
-        return self.temperatures.tolist()
+        each = {name: [len(self.probability)] for name in ("probability", "before", "rank", "confidence")}
+        return {"members": [], "temperature": [], "nll": [2], **each}
 
     def probabilities(self, members: Tensor) -> Tensor:
-        """Average and calibrate the probabilities of the first members, [members or fewer, batch, classes, ...]."""
-        return soften(members.mean(0), self.constants[len(members) - 1], axis=1)
+        """Average and calibrate the probabilities of the members, [members, batch, classes, ...]."""
+        return soften(members.mean(0), self.temperature, axis=1)
 
     def sets(self, probabilities: Tensor, coverage: float, adaptive: bool) -> Tensor:
         """Return the classes in each sample's set, [batch, classes] of booleans, from uncalibrated probabilities."""
@@ -111,12 +89,6 @@ class ClassCalibration:
         """Return the confidence threshold above which the error rate is at most `risk`."""
         self._need_samples("answers with a bounded risk")
         return select(self.confidence, self.rank == 1, risk, delta)
-
-    def margins(self, until: float) -> list[float]:
-        """Return the margins after 1, 2, ... members with which a share `until` of the labels stays the same."""
-        self._need_samples("members on demand")
-        enough = (self.kept >= until).sum(dim=1)  # the shares rise, so all margins from the first one on are enough
-        return [(MARGINS - int(count)) / (MARGINS - 1) for count in enough]
 
     def summary(self) -> str:
         """Return a description of one line."""
@@ -147,7 +119,7 @@ class NumberCalibration:
     """[samples, outputs]: the standard deviation that the ensemble gave."""
     scale: Tensor
     """[outputs]: the factor of standard deviations."""
-    count: Tensor
+    members: int
     """The number of members."""
 
     @classmethod
@@ -162,17 +134,12 @@ class NumberCalibration:
         ratio = (residual / torch.where(spread > 0, spread, 1)).square().mean(dim=0).sqrt()
         usable = bool((spread > 0).all())
         scale = torch.where(ratio > 0, ratio, 1) if usable else torch.ones_like(ratio)
-        return cls(residual, spread, scale, torch.tensor(members))
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        return int(self.count)
+        return cls(residual, spread, scale, members)
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the expected shape of each field."""
         shape = list(self.residual.shape)
-        return {"residual": shape, "std": shape, "scale": shape[1:], "count": []}
+        return {"residual": shape, "std": shape, "scale": shape[1:], "members": []}
 
     def half_width(self, std: Tensor, coverage: float, normalised: bool) -> Tensor:
         """Return half the width of intervals around means with uncalibrated standard deviations `std`."""
@@ -190,15 +157,19 @@ class NumberCalibration:
 
 Calibration = ClassCalibration | NumberCalibration
 PREFIX = "calibration."
-WHOLE = ("rank", "count")
-POSITIVE = ("temperatures", "scale")
+WHOLE = ("rank", "members")
+POSITIVE = ("temperature", "scale")
 
 
 def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
     """Return the tensors that a file stores of a calibration, by name."""
     if calibration is None:
         return {}
-    return {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
+    values = {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
+    kinds = {float: torch.float64, int: torch.int64}
+    return {
+        n: one if isinstance(one, Tensor) else torch.tensor(one, dtype=kinds[type(one)]) for n, one in values.items()
+    }
 
 
 def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
@@ -211,7 +182,8 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
             f"the file has a calibration of kind {kind!r}, which this version cannot read: upgrade plures"
         )
     stored = {field.name: read(PREFIX + field.name) for field in fields(cls)}
-    made = cls(**stored)
+    plain: dict[str, Any] = {name: tensor if tensor.dim() else tensor.item() for name, tensor in stored.items()}
+    made: Calibration = cls(**plain)
     expected = made.shapes()
     for name, tensor in stored.items():
         if list(tensor.shape) != expected[name] or tensor.is_floating_point() == (name in WHOLE):
@@ -234,32 +206,3 @@ def _best(probabilities: Tensor, labels: Tensor) -> float:
     all_right = bool((probabilities.argmax(1) == labels).all())
     found = temperature(probabilities, labels, 1 / (len(labels) + 2) if all_right else 0.0)
     return found if nll(tempered(probabilities, found), labels) <= nll(probabilities, labels) else 1.0
-
-
-def _kept(members: Tensor) -> Tensor:
-    """Return the share of labels that stay the same, for each number of members and each margin."""
-    final = members.mean(0).argmax(dim=1)
-    rows = []
-    for count in range(1, len(members)):
-        mean = members[:count].mean(0)
-        first, second = mean.topk(2, dim=1).values.unbind(1)
-        stays = mean.argmax(dim=1) == final
-        step = ((first - second) * (MARGINS - 1)).floor().long().clamp(0, MARGINS - 1)
-        total = torch.bincount(step, minlength=MARGINS)
-        pooled = _rising(torch.bincount(step[stays], minlength=MARGINS).tolist(), total.tolist())
-        # One more sample might have changed its label, so few samples prove little; a larger margin is no worse.
-        careful = [share * all_ / (all_ + 1) for share, all_ in pooled]
-        rows.append(list(itertools.accumulate(careful, max)))
-    return torch.tensor(rows) if rows else torch.zeros(0, MARGINS)
-
-
-def _rising(same: list[int], total: list[int]) -> list[tuple[float, int]]:
-    """Estimate a share that rises from bin to bin, with its number of samples, by isotonic regression."""
-    pools: list[list[int]] = []  # same, total, bins
-    for kept, all_ in zip(same, total, strict=True):
-        pools.append([kept, all_, 1])
-        # Bins that fall are pooled; an empty bin joins the one below it.
-        while len(pools) > 1 and pools[-2][0] * pools[-1][1] >= pools[-1][0] * pools[-2][1]:
-            last = pools.pop()
-            pools[-1] = [mine + its for mine, its in zip(pools[-1], last, strict=True)]
-    return [(kept / all_ if all_ else 0.0, all_) for kept, all_, bins in pools for _ in range(bins)]

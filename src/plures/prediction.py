@@ -1,10 +1,9 @@
-"""Prediction of classes or numbers, calibrated or not, member by member if needed."""
+"""Prediction of classes or numbers, calibrated or not."""
 
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,7 @@ from torch.nn import functional as F
 
 from plures.answers import Prediction, Regression
 from plures.calibration import Calibration, ClassCalibration, NumberCalibration
-from plures.calling import Lender, arguments, batch_of, chunks, each_batched, refuse_nan, rows_of
-from plures.checks import number
+from plures.calling import Lender, arguments, batch_of, chunks, each_batched, refuse_nan
 from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
 
@@ -30,8 +28,6 @@ class Predictor(nn.Module):
     the same time, while others read, copy or save the predictor: each call changes only its own copy of the network's
     structure.
     """
-
-    _apart: ClassVar[bool] = False  # whether a member can be run without the others
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +49,6 @@ class Predictor(nn.Module):
         *,
         batch_size: int | None = None,
         abstain_below: float | None = None,
-        until: float | None = None,
         calibrated: bool = True,
         members: Sequence[int] | None = None,
     ) -> Prediction:
@@ -67,9 +62,6 @@ class Predictor(nn.Module):
         - `batch_size`: the largest number of samples in the network at once.
         - `abstain_below`: if the confidence is lower, the label is -1.
         - `calibrated`: if False, a calibrated ensemble does not apply its temperature.
-        - `until`: run members one after the other, and stop for a sample when at least this share of the held-out
-          samples with such a margin between the two most probable classes, after that many members, kept their label to
-          the end. `members_used` is the number of members that were run.
         - `members`: predict with these members only. Their prediction is not calibrated, because a calibration is for
           all members together.
         """
@@ -78,12 +70,8 @@ class Predictor(nn.Module):
         refuse_nan(inputs)
         with torch.no_grad():
             if members is not None:
-                if until is not None:
-                    raise PluresError("until= chooses the members itself: leave out members= or until=")
                 logits = self._logits(inputs, batch_size, self._places_of(members))
                 return Prediction.from_logits(logits, abstain_below)
-            if until is not None:
-                return self._predict_until(inputs, batch_size, abstain_below, until)
             logits = self._logits(inputs, batch_size)
             found = self._calibration_of(ClassCalibration, len(logits)) if calibrated else None
             return Prediction.from_logits(logits, abstain_below, found)
@@ -116,9 +104,9 @@ class Predictor(nn.Module):
             ensemble.calibrate(held_out_loader)  # batches of inputs and targets
             ensemble.calibrate(None)  # remove the calibration
 
-        A temperature is fitted after averaging. The scores that `Prediction.sets`, `Prediction.abstain`,
-        `Regression.interval` and members on demand need are kept. `plures.save` stores all of this. Use data that you
-        neither train on nor report results on.
+        A temperature is fitted after averaging. The scores that `Prediction.sets`, `Prediction.abstain` and
+        `Regression.interval` need are kept. `plures.save` stores all of this. Use data that you neither train on nor
+        report results on.
         """
         if inputs is None:
             self.calibration = None
@@ -147,14 +135,6 @@ class Predictor(nn.Module):
         raw = [nn.Module.__call__(self, *args, **kwargs) for args, kwargs in map(arguments, batches)]
         outputs = torch.cat(raw, dim=1)
         return outputs if chosen is None else outputs[list(chosen)]
-
-    def _ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return the outputs of one member for several batches, joined; members on demand use it."""
-        if not self._apart:
-            raise PluresError(
-                f"{type(self).__name__} runs all members in one pass: until= would save nothing, leave it out"
-            )
-        return self._outputs(batches, [index])[0]
 
     def _places_of(self, members: Sequence[int]) -> list[int]:
         known = self.trained
@@ -191,30 +171,6 @@ class Predictor(nn.Module):
                 f"the inputs are {name}, but the ensemble is {wanted}: convert one with .to(...)"
             ) from error
 
-    def _predict_until(
-        self, inputs: Any, batch_size: int | None, abstain_below: float | None, until: float
-    ) -> Prediction:
-        number("until", until, "a number between 0 and 1", above=0, below=1)
-        if not isinstance(self.calibration, ClassCalibration):
-            raise PluresError("until= needs held-out data: call ensemble.calibrate(inputs, targets) before predict")
-        calibration = self.calibration
-        margins = [*calibration.margins(until), -1.0]  # after the last member there is nobody left to ask
-        batch = batch_of(inputs)
-        open_ = torch.arange(0 if batch is None else len(batch))
-        found: list[tuple[Tensor, Prediction]] = []
-        members: Tensor | None = None
-        for index, enough in enumerate(margins):
-            logits = classes_second(self._ask(index, list(chunks(rows_of(inputs, open_), batch_size)))[None], self.loss)
-            asked = Prediction.from_logits(logits).members
-            members = asked if members is None else torch.cat([members, asked])
-            first, second = members.mean(0).topk(2, dim=1).values.unbind(1)
-            done = first - second >= enough
-            found.append((open_[done.cpu()], Prediction.computed(members[:, done], calibration, abstain_below)))
-            members, open_ = members[:, ~done], open_[~done.cpu()]
-            if not len(open_):
-                break
-        return joined(found, len(margins))
-
     def _calibration_of(self, kind: type[Kind], members: int) -> Kind | None:
         found = self.calibration if isinstance(self.calibration, kind) else None
         if found is not None and found.members != members:
@@ -247,24 +203,6 @@ def _forget_calibration(predictor: Predictor, _incompatible: object) -> None:
     if predictor.calibration is not None:
         predictor.calibration = None
         log.warning("the calibration was of other weights than the loaded ones and is removed: call calibrate again")
-
-
-def joined(parts: list[tuple[Tensor, Prediction]], members: int) -> Prediction:
-    """Join predictions of some rows each, in the order of the rows; members that were not run are NaN."""
-    order = torch.cat([rows for rows, _ in parts]).argsort()
-
-    def all_members(prediction: Prediction) -> Tensor:
-        asked = prediction.members
-        missing = asked.new_full((members - len(asked), *asked.shape[1:]), torch.nan)
-        return torch.cat([asked, missing])
-
-    def column(name: str) -> Tensor:
-        values = torch.cat([getattr(prediction, name) for _, prediction in parts])
-        return values[order.to(values.device)]
-
-    every = torch.cat([all_members(prediction) for _, prediction in parts], dim=1)[:, order]
-    columns = {one.name: column(one.name) for one in fields(Prediction) if one.name not in ("members", "calibration")}
-    return Prediction(members=every, calibration=parts[0][1].calibration, **columns)
 
 
 def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:

@@ -151,7 +151,7 @@ def _ask(predictor: Any) -> None:
     else:
         found = predictor.predict(IMAGES)
         numbers = [found.probabilities, found.members, found.total, found.aleatoric, found.epistemic]
-        promises = [lambda: found.sets(0.5), lambda: found.abstain(0.5), lambda: predictor.predict(IMAGES, until=0.5)]
+        promises = [lambda: found.sets(0.5), lambda: found.abstain(0.5)]
     assert all(bool(one.isfinite().all()) for one in numbers), "an answer is not finite"
     for promise in promises:
         try:

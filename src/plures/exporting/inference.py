@@ -16,7 +16,6 @@ from plures.calling import Arguments, arguments, logits_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_numbers
-from plures.methods.mc_dropout import MCDropout
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.tensors import canonical, tensors
@@ -37,7 +36,7 @@ class Inference(nn.Module):
 
     def __init__(self, ensemble: Ensemble, example_inputs: object, preprocess: nn.Module | None = None) -> None:
         super().__init__()
-        apart = ensemble._apart and not isinstance(ensemble, MCDropout)
+        apart = type(ensemble).checkout is not Ensemble.checkout  # its members are networks of their own
         self.members: nn.Module = SplitMembers(ensemble) if apart else ensemble
         self.preprocess = None if preprocess is None else copy.deepcopy(preprocess).eval()
         self.like = arguments(example_inputs)
@@ -45,10 +44,8 @@ class Inference(nn.Module):
         found = ensemble.calibration
         self.numbers = is_for_numbers(ensemble.loss) or isinstance(found, NumberCalibration)
         self.scales = found if isinstance(found, NumberCalibration) else None
-        self.temperatures = found if isinstance(found, ClassCalibration) else None
+        self.temperature = found if isinstance(found, ClassCalibration) else None
         self.outputs = NUMBER_OUTPUTS if self.numbers else CLASS_OUTPUTS
-        if self.temperatures is not None:
-            assert self.temperatures.constants  # read before tracing, which cannot read numbers out of tensors
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         """Return all outputs by name."""
@@ -59,7 +56,7 @@ class Inference(nn.Module):
         outputs = self.members(*args, **kwargs)
         if self.numbers:
             return self._by_name(Regression.computed(outputs, variance=self.variance, calibration=self.scales))
-        return self._by_name(Prediction.computed(single(outputs).softmax(2), self.temperatures))
+        return self._by_name(Prediction.computed(single(outputs).softmax(2), self.temperature))
 
     def live(self, ensemble: Ensemble, given: Arguments) -> dict[str, Tensor]:
         """Return what the ensemble itself predicts for arguments of the file, by name."""

@@ -37,8 +37,6 @@ class DeepEnsemble(AnyOrder):
     `stage.load_state_dict(theirs)` and `stage.commit()`.
     """
 
-    _apart = True
-
     def __init__(
         self,
         network: nn.Module,

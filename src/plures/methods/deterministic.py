@@ -21,8 +21,6 @@ class Deterministic(OneStage):
     draws new weights from `seed`, at the scale of the given network.
     """
 
-    _apart = True
-
     def __init__(self, network: nn.Module, *, init: Init = "given", loss: Loss | None = None, seed: int = 0) -> None:
         super().__init__(network, loss, started(network, init, seed), member=0, ready=init == "given")
         self.init, self.seed = init, seed

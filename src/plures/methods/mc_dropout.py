@@ -73,18 +73,12 @@ class MCDropout(OneStage):
         self._all_ready()
         if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
             return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
-        logits: Tensor = self._run_passes([Arguments(args, kwargs)], self.passes, "passes")
-        return logits
-
-    def _ask(self, index: int, batches: list[Any]) -> Tensor:
-        """Return what one pass gives for several batches, joined; its dropout follows from the pass, not the batch."""
-        self._all_ready()
-        logits: Tensor = self._run_passes(batches, 1, "pass", index)[0]
+        logits: Tensor = self._run_passes([Arguments(args, kwargs)])
         return logits
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own
-    def _run_passes(self, batches: list[Any], passes: int, *key: object) -> Tensor:
-        """Run batches several times, with dropout that follows from the seed and a key; return [passes, ...]."""
+    def _run_passes(self, batches: list[Any]) -> Tensor:
+        """Run batches several times, with dropout that follows from the seed; return [passes, ...]."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
         random = None if device.type == "meta" else torch.Generator(device)
@@ -96,10 +90,10 @@ class MCDropout(OneStage):
 
             def ready(number: int) -> Run:
                 if random is not None and not number:  # passes may run again, to be compared
-                    random.manual_seed(seed_of(self.seed, *key))
+                    random.manual_seed(seed_of(self.seed, "passes"))
                 return lambda batch: logits_of(call_with(network, values, self._places, batch))
 
-            return trunk.outputs(batches, [partial(ready, number) for number in range(passes)])
+            return trunk.outputs(batches, [partial(ready, number) for number in range(self.passes)])
 
         def make() -> tuple[nn.Module, list[_Hook], Trunk]:
             network, hooks = shell((self.network, self._hooks))

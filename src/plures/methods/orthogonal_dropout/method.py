@@ -76,8 +76,6 @@ class OrthogonalDropout(Ensemble):
     - `loss`: a function of logits and targets; by default, cross-entropy.
     """
 
-    _apart = True
-
     def __init__(
         self,
         network: nn.Module,
@@ -212,7 +210,9 @@ class OrthogonalDropout(Ensemble):
     def _open_together(self, step: Step) -> Stage:
         each = [self._start(member) for member in range(self.members if self.init == "fresh" else 1)]
         network = together.starts(self._split, each if len(each) > 1 else each * self.members)
-        before = [sequential.statistics(network.network, network.private.rows(member)) for member in range(self.members)]
+        before = [
+            sequential.statistics(network.network, network.private.rows(member)) for member in range(self.members)
+        ]
         commit = partial(self._commit_together, ticket=self._ticket, before=before)
         stage = together.MembersStage(network, step, self.loss, commit)
         return self._prepared(stage, network.network)

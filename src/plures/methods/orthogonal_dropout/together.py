@@ -13,8 +13,8 @@ from plures.calling import Arguments, call_with, copied, logits_of
 from plures.methods.building import TogetherStage
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.owners import Private, SplitNetwork
-from plures.methods.orthogonal_dropout.sequential import settled
 from plures.methods.orthogonal_dropout.roles import Role
+from plures.methods.orthogonal_dropout.sequential import settled
 from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors, places, tensors
 

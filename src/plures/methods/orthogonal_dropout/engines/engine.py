@@ -67,7 +67,6 @@ class Engine(Predictor, ABC):
     runs as a separate network from then on, and a warning in the log says so.
     """
 
-    _apart = True
     kind: ClassVar[str]
     members: list[int]
 
