@@ -187,8 +187,9 @@ def owned_part(weight: Tensor, owners: Tensor, member: int, background: Tensor |
 
 def _plain(weight: Tensor) -> bool:
     """Return whether `_cut` can work on a weight: float32 on the CPU, contiguous, and nothing that needs a gradient."""
-    ready = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
-    return ready and not torch.compiler.is_compiling() and not (weight.requires_grad and torch.is_grad_enabled())
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and weight.dtype == torch.float32
+    needed = weight.requires_grad and torch.is_grad_enabled()
+    return plain and weight.is_contiguous() and not torch.compiler.is_compiling() and not needed
 
 
 def _cut(weight: Tensor, owners: NDArray[np.uint8], member: int) -> Tensor:
