@@ -98,5 +98,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plures needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@echo "installing into $(VENV), once: some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,cluster,export,serve,sklearn,docs,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,export,serve,sklearn,docs,dev]'
 	touch $(READY)

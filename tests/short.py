@@ -1,15 +1,16 @@
-"""The smallest runs that a comparison can be made of, and a launcher that trains them in this process."""
+"""The smallest runs that a comparison can be made of, trained in this process."""
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from plures.lab.cli.main import main
 from plures.lab.compare import Job
-from plures.lab.compare.compare import RunsDisplay, Start, run_all
+from plures.lab.compare.compare import make_runs
 from plures.lab.recipes import Epochs, get_recipe
 
 SHORT = replace(
@@ -49,13 +50,9 @@ def start_in_this_process(words: Sequence[str], output: Path, _place: int = 0) -
     return Done(code)
 
 
-@contextmanager
-def launcher_here(*_: object) -> Iterator[tuple[Start, int]]:
-    """Take the place of the launcher that a comparison would open."""
-    yield start_in_this_process, 1
-
-
 def make(*jobs: Job) -> None:
     """Train runs in this process."""
-    failures = run_all(jobs, start_in_this_process, 1, None, RunsDisplay(len(jobs)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
+        failures = make_runs(jobs)
     assert not failures, failures

@@ -31,7 +31,7 @@ from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
-from short import launcher_here
+from short import start_in_this_process
 
 SMALL = [
     *("--model", "mlp", "--width", "32", "--members", "2", "--limit", "300", "--validation", "0.1"),
@@ -675,7 +675,7 @@ def test_the_demonstration_compares_three_methods_and_resumes(
 ) -> None:
     small = Recipe(limit=300, model="mlp", width=32, members=2, epochs=Epochs(2, 1, 2, 2), batch_size=32)
     monkeypatch.setitem(recipes.RECIPES, "digits", small)
-    monkeypatch.setattr("plures.lab.compare.compare.launcher_for", launcher_here)
+    monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     monkeypatch.chdir(tmp_path)
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     words = [line.split()[1:] for line in makefile.splitlines() if "plures" in line and "runs/demo" in line][:2]

@@ -30,7 +30,7 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
 from plures.prediction import Predictor
 from plures.storage import save
-from short import METHODS, SHORT, SHORT_WORDS, launcher_here, make
+from short import METHODS, SHORT, SHORT_WORDS, make, start_in_this_process
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_run_builds_its_network_and_engine_once_and_predicts_every_image_once(
 def test_a_failed_run_stops_no_other_and_tells_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("plures.lab.compare.compare.launcher_for", launcher_here)
+    monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     words = ["compare", "digits", "--methods", "deterministic", "masksembles:scale=0.5", "--runs", str(tmp_path)]
     assert main([*words, *SHORT_WORDS, "--json"]) == 2
     out, err = capsys.readouterr()
@@ -200,7 +200,7 @@ def test_another_configuration_in_the_folder_is_told_before_anything_is_run(
     comparison, runs = finished
     other = replace(comparison, recipe=replace(SHORT, width=24), variants=variants(["mimo", "deterministic"]))
     with pytest.raises(PluresError, match=r"recipe\.width was 16 and is 24.*--runs"):
-        make_runs(other.jobs(runs), None, None, "here")
+        make_runs(other.jobs(runs))
     assert not (runs / "digits/mimo").exists()
 
 

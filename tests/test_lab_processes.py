@@ -9,19 +9,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from forked import start, told_to
-from plures.errors import PluresError
 from plures.lab.cli.main import main
 from plures.lab.compare import Job, Variant
-from plures.lab.compare.compare import OUTPUT, RunsDisplay, is_done, launcher_for, run_all, start_here
+from plures.lab.compare.compare import OUTPUT, is_done, make_runs
 from plures.lab.runs.folder import RunFolder
-from short import SHORT, SHORT_WORDS, make
+from short import SHORT, SHORT_WORDS
 
 SETS_OUT = "a herd sets out"
 MINE = f"""
@@ -47,6 +43,10 @@ class Broken(plures.Deterministic):
         return {{}}["the way"]
 """
 
+FIGURES = dict.fromkeys(
+    [*("accuracy", "nll", "ece", "brier", "aurc", "mean_member_accuracy", "seconds"), *("images", "members", "bytes")],
+    1,
+)
 # A program that takes the place of plures: starting it takes no time, and it does what its run folder is called.
 STUB = """
 import os
@@ -70,8 +70,8 @@ with FileLock(run / ".lock"):
         signal.pause()
     if run.parent.name == "crashed":
         os.kill(os.getpid(), signal.SIGKILL)
-    for name in ("ensemble.safetensors", "metrics.json"):
-        (run / name).touch()
+    (run / "ensemble.safetensors").touch()
+    (run / "metrics.json").write_text(METRICS)
 (run / ".lock").unlink(missing_ok=True)
 """
 
@@ -80,24 +80,14 @@ def job(folder: Path, name: str, method: str = "deterministic") -> Job:
     return Job(SHORT, Variant(method), folder / name / "seed-0", "digits")
 
 
-class Heard(RunsDisplay):
-    """A display that counts the runs in progress."""
-
-    most = 0
-
-    def show(self, running: Sequence[Job]) -> None:
-        self.most = max(self.most, len(running))
-
-    def ended(self, job: Job, reason: str | None) -> None:
-        pass
-
-
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `python -m plures` be the stub."""
     (tmp_path / "stub/plures").mkdir(parents=True)
     (tmp_path / "stub/plures/__init__.py").touch()
-    (tmp_path / "stub/plures/__main__.py").write_text(STUB)
+    (tmp_path / "stub/plures/__main__.py").write_text(
+        STUB.replace("METRICS", repr(json.dumps(FIGURES | {"member_accuracies": []})))
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
 
 
@@ -128,10 +118,9 @@ def a_signal(number: signal.Signals, ready: Callable[[], bool]) -> Iterator[None
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_as_many_runs_are_trained_at_a_time_as_asked_for(tmp_path: Path, at_once: int) -> None:
     jobs = [job(tmp_path, f"run{number}") for number in range(4)]
-    heard = Heard(len(jobs))
-    assert run_all(jobs, start_here, at_once, None, heard) == {}
+    assert make_runs(jobs, at_once) == {}
     assert all(map(is_done, jobs))
-    assert heard.most <= at_once
+    assert max(int((one.run / OUTPUT).read_text().split()[0]) for one in jobs) < at_once
 
 
 @pytest.mark.usefixtures("stub")
@@ -140,7 +129,7 @@ def test_as_many_runs_are_trained_at_a_time_as_asked_for(tmp_path: Path, at_once
 def test_who_ends_a_comparison_ends_its_runs(tmp_path: Path, number: signal.Signals, name: str) -> None:
     run = RunFolder(tmp_path / name / "seed-0")
     with a_signal(number, (run.path / "ready").exists), pytest.raises((KeyboardInterrupt, SystemExit)) as end:
-        run_all([job(tmp_path, name)], start_here, 1, None, Heard(1))
+        make_runs([job(tmp_path, name)], 1)
     assert getattr(end.value, "code", 130) == 128 + number
     with run.locked(wait=name == "children"):  # nobody is at work there any more
         pass
@@ -150,7 +139,7 @@ def test_who_ends_a_comparison_ends_its_runs(tmp_path: Path, number: signal.Sign
 def test_a_folder_that_cannot_be_made_fails_its_own_run_only(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     taken, free = job(tmp_path, "taken"), job(tmp_path, "free")
-    failures = run_all([taken, free], start_here, 2, None, Heard(1))
+    failures = make_runs([taken, free], 2)
     assert list(failures) == [taken.run]
     assert failures[taken.run].startswith("cannot work in ")
     assert is_done(free)
@@ -159,7 +148,7 @@ def test_a_folder_that_cannot_be_made_fails_its_own_run_only(tmp_path: Path) -> 
 @pytest.mark.usefixtures("stub")
 def test_a_run_whose_process_is_killed_is_named_and_stops_no_other(tmp_path: Path) -> None:
     crashed, free = job(tmp_path, "crashed"), job(tmp_path, "free")
-    failures = run_all([crashed, free], start_here, 2, None, Heard(2))
+    failures = make_runs([crashed, free], 2)
     assert failures == {crashed.run: "its process was ended by SIGKILL"}
     assert is_done(free)
 
@@ -213,55 +202,25 @@ def test_broken_runs_are_named_interrupted_ones_resumed_and_finished_ones_kept()
     assert "Flock" in err.splitlines()[-1]
 
 
-def give(words: list[str], said: Path) -> None:
-    """Give a command, and write down what it says."""
-    with told_to(said):
-        sys.exit(main(words))
-
-
-def bytes_and_figures(run: Path) -> tuple[bytes, dict[str, Any]]:
-    return (run / "ensemble.safetensors").read_bytes(), {**RunFolder(run).metrics(), "seconds": 0}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("workplace")
-def test_ray_gives_the_same_results_and_names_what_failed(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    words = ["compare", "digits", "--methods", "mine:Lost", "orthogonal-dropout", *SHORT_WORDS, "--jobs", "1"]
-    ray = start(give, [*words, "--runs", str(tmp_path / "ray"), "--on", "ray"], tmp_path / "said")
-    ray.join()
-    said = (tmp_path / "said").read_text()
-    if "Ray did not start" in said:
-        pytest.skip("the machine is so busy that Ray gave up on its own processes")
-    assert ray.exitcode == 2, said
-    assert "the way was lost" in said
-    own = job(tmp_path / "here", "run", "orthogonal-dropout")
-    make(own)
-    assert bytes_and_figures(tmp_path / "ray/digits/orthogonal-dropout/seed-0") == bytes_and_figures(own.run)
-
-
-def test_a_ray_that_does_not_start_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**_: Any) -> None:
-        raise Exception("The current node timed out during startup.\nSee the logs.")
-
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))
-    expected = r"^Ray did not start \(The current node timed out during startup\.\): try again, or leave --on ray out$"
-    with pytest.raises(PluresError, match=expected), launcher_for("ray", 1):
-        pass
-
-
 @pytest.mark.parametrize("width", [60, 200])
-def test_the_live_list_shows_the_last_line_of_each_run_however_narrow_the_terminal(tmp_path: Path, width: int) -> None:
-    long = Job(SHORT, Variant("mimo", label="a name of many words " * 4), tmp_path / "long", "digits")
-    long.run.mkdir()
-    (long.run / OUTPUT).write_text("before\n" + "member 0 train  epoch 3/30  loss 0.123 " * 4 + "\n")
-    display = RunsDisplay(2)
-    display.show([long, job(tmp_path, "new")])
+def test_the_live_list_shows_the_last_line_of_each_run_however_narrow_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(display.get_renderable())
-    shown = "".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+
+    class Talking:
+        def __init__(self, words: Sequence[str], output: Path, place: int) -> None:
+            output.write_text("before\n" + "member 0 train  epoch 3/30  loss 0.123 " * 4 + "\n" if place else "")
+
+        def poll(self) -> int | None:
+            return 1 if "0of2runsaredone" in "".join(console.file.getvalue().split()) else None  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("plures.lab.compare.compare.Console", lambda **_: console)
+    monkeypatch.setattr("plures.lab.compare.compare.Child", Talking)
+    long = Job(SHORT, Variant("mimo", label="a name of many words " * 4), tmp_path / "long", "digits")
+    make_runs([job(tmp_path, "new"), long], 2)
+    shown = "".join(console.file.getvalue().partition("failed")[0].split())  # type: ignore[attr-defined]
     assert "…" not in shown
-    assert shown.count("member0trainepoch3/30loss0.123") == 4
+    assert shown.count("member0trainepoch3/30loss0.123") >= 4
     assert "".join(long.name.split()) in shown
     assert "starting" in shown
-    assert "0of2runsaredone" in shown

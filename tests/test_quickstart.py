@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import plures
 from plures.lab.cli.main import main
-from short import launcher_here
+from short import start_in_this_process
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -72,7 +72,7 @@ def test_the_quickstart_is_as_good_as_the_plain_network(digits, tmp_path, monkey
 @pytest.mark.slow
 def test_the_demonstration_is_better_than_the_single_network(tmp_path, monkeypatch) -> None:
     """Train as `make demo` does, with its seed; docs/results.md has three."""
-    monkeypatch.setattr("plures.lab.compare.compare.launcher_for", launcher_here)
+    monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     words = ["compare", "digits", "--methods", "deterministic", "orthogonal-dropout", "--runs", str(tmp_path)]
     assert main([*words, "--out", str(tmp_path / "table")]) == 0
     (table,) = (tmp_path / "table").glob("*.json")

@@ -139,7 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     failures: dict[Path, str] = {}
     try:
         if missing and not asked.tables:
-            failures |= make_runs(missing, asked.jobs, asked.data_dir, "here")
+            failures |= make_runs(missing, asked.jobs, asked.data_dir)
     finally:  # also if it was interrupted
         for job in filter(is_done, missing):
             with noted(failures, job):

@@ -22,10 +22,6 @@ Jobs = Annotated[
     int | None,
     arg(metavar="N", help_behavior_hint="", help="How many runs to train at a time; by default, one per GPU or core."),
 ]
-On = Annotated[
-    Literal["here", "ray"],
-    arg(help="Where to train: on this machine, or on the workers of a Ray cluster that can access the same folders."),
-]
 AFTER_INTERRUPT = "the same command resumes, and repeats no finished run"
 
 
@@ -53,7 +49,7 @@ class Compare(Command):
       plures compare cifar10-cpu --methods orthogonal-dropout
         orthogonal-dropout:granularity=weight mymethods:TwoHeads
       plures compare cifar10-cpu --shift --ood svhn
-      plures compare digits --epochs.train 10 --runs runs/short --on ray
+      plures compare digits --epochs.train 10 --runs runs/short
 
     What happens:
       Missing runs are trained, finished runs are skipped, and interrupted
@@ -76,7 +72,6 @@ class Compare(Command):
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """The folder for the table, written as compare-RECIPE; by default RUNS/RECIPE, as results."""
     jobs: Jobs = None
-    on: On = "here"
     data_dir: DataDir = None
     shift: Switch = False
     """Also measure on corrupted images: adds columns, and charts in the report."""
@@ -109,7 +104,6 @@ class Compare(Command):
             self.runs,
             at_once=self.jobs,
             data_dir=self.data_dir,
-            on=self.on,
             shift=self.shift,
             ood=self.ood,
         )
@@ -159,7 +153,6 @@ class Reproduce(Command):
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
     """The folder for tables and figures."""
     jobs: Jobs = None
-    on: On = "here"
     data_dir: DataDir = None
     json: Switch = False
     """Print the results as JSON."""
@@ -199,7 +192,7 @@ class Reproduce(Command):
         from plures.lab.paper.targets import TARGETS, draw
 
         check_place(self.out / f"{self.target}.md")
-        found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir, on=self.on)
+        found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir)
         target = TARGETS[self.target]
         documents, notes = {}, {"paper": PAPER, **target.notes}
         for comparison, rows in zip(comparisons, found, strict=True):
