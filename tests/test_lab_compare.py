@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+import paper_figures
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab import terminal
@@ -23,8 +24,7 @@ from plures.lab.costs import relative
 from plures.lab.data import DataSplit
 from plures.lab.evaluation import evaluate as evaluation
 from plures.lab.models import build
-from plures.lab.paper import TABLE1, TABLE2, TABLE3, paper_data
-from plures.lab.paper.targets import TARGETS, Scale, draw
+from plures.lab.paper import TABLE1, TABLE2, TABLE3, TARGETS, Scale, paper_data
 from plures.lab.runs.config import train_words
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
@@ -276,7 +276,7 @@ def test_relative_is_of_the_two_given() -> None:
 @pytest.mark.parametrize("scale", get_args(Scale))
 def test_every_target_has_distinct_runs_of_known_recipes(scale: str) -> None:
     read: set[object] = set()  # every recipe, form of a method and seed once: reading a command takes long
-    for target in TARGETS.values():
+    for target in (TARGETS | paper_figures.TARGETS).values():
         comparisons = target.comparisons(scale)  # type: ignore[arg-type]
         jobs = [job for comparison in comparisons for job in comparison.jobs(Path("runs"))]
         assert len({job.run for job in jobs}) == len(jobs)
@@ -296,9 +296,12 @@ def assert_its_command_makes_it(job: Job) -> None:
     assert replace(command.settings.recipe(), about="") == replace(job.recipe, about="")
 
 
+EVERY = TARGETS | paper_figures.TARGETS
+
+
 def test_targets_share_their_runs() -> None:
     def runs(target: str) -> set[Path]:
-        return {job.run for one in TARGETS[target].comparisons("cpu") for job in one.jobs(Path("runs"))}
+        return {job.run for one in EVERY[target].comparisons("cpu") for job in one.jobs(Path("runs"))}
 
     assert runs("figure1") < runs("table1")
     paper = Path("runs/cifar10-cpu/orthogonal-dropout-classifier=fixed-granularity=weight/seed-0")
@@ -356,12 +359,12 @@ def test_members_on_the_command_line_are_for_all_methods() -> None:
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["reproduce", "figure3", "--scale", "digits", "--runs", str(tmp_path / "runs"), "--dry-run"]
+    words = ["reproduce", "table3", "--scale", "digits", "--runs", str(tmp_path / "runs"), "--dry-run"]
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert {line["runs"] for line in plan} == {2}
     assert sum(line["epochs"] for line in plan) > 0
-    assert [line["stages"] for line in plan][:2] == [2 * 5, 2 * 8]  # of two and three members
+    assert [line["stages"] for line in plan][:3] == [2 * 1, 2 * 5, 2 * 14]  # each of five members has its own
     assert main(words) == 0
     assert "total" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
@@ -376,6 +379,6 @@ def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path) -> No
     make(*comparison.jobs(tmp_path))
     (rows,) = compare([comparison], tmp_path)
     for target in ("figure1", "figure2"):
-        paths = draw(target, [(comparison, rows)], tmp_path / target, None)
+        paths = paper_figures.draw(target, [(comparison, rows)], tmp_path / target, None)
         assert sorted(path.suffix for path in paths) == [".pdf", ".png", ".svg"]
         assert all(path.stat().st_size > 1000 for path in paths)

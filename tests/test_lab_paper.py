@@ -12,12 +12,13 @@ import matplotlib as mpl
 import pytest
 from PIL import Image
 
+import paper_figures as figures
+from paper_figures import Series, against_members, member_bars
 from plures import PluresError
+from plures.lab.compare import Published
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.method_names import METHOD_NAMES
-from plures.lab.paper import FROM_MIMO_PAPER, TABLE1, TABLE2, TABLE3, TABLE3_NOTES, Published, figures
-from plures.lab.paper.figures import Series, against_members, member_bars
-from plures.lab.paper.targets import TARGETS
+from plures.lab.paper import FROM_MIMO_PAPER, TABLE1, TABLE2, TABLE3, TABLE3_NOTES, TARGETS
 from plures.lab.recipes import get_recipe
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,8 +11,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from paper_figures import INK, RULES, WIDTH
 from plures.lab.method_names import Look, looks_of
-from plures.lab.paper.figures import INK, RULES, WIDTH
 
 Found = Mapping[str, Mapping[str, Any]]
 

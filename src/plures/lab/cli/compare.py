@@ -116,31 +116,26 @@ class Compare(Command):
 
 @dataclass(frozen=True)
 class Reproduce(Command):
-    """Reproduce a table or figure of the paper, at full or small scale.
+    """Reproduce a table of the paper, at full or small scale.
 
     Examples:
       plures reproduce table3 --scale digits
       plures reproduce table1 --scale cpu --data-dir data
         --recipes cifar10-cpu
       plures reproduce table1 --scale paper --dry-run    only the plan
-      plures reproduce figure2 --scale digits
 
     Targets:
       table1   all methods on four data sets
       table2   the same with wide ResNets
       table3   the contribution of each part
-      figure1  accuracy of each member
-      figure2  quality against the number of members
-      figure3  the same with MIMO
 
     Files:
-      Runs are in RUNS/RECIPE/METHOD/seed-N. Tables, figures and
-      `plures compare` share them. Tables are written to OUT as Markdown, CSV
-      and JSON, figures as PDF, PNG and SVG.
+      Runs are in RUNS/RECIPE/METHOD/seed-N. Tables and `plures compare`
+      share them. Tables are written to OUT as Markdown, CSV and JSON.
     """
 
     target: Annotated[Positional[str], arg(metavar="TARGET")]
-    """table1, table2, table3, figure1, figure2 or figure3."""
+    """table1, table2 or table3."""
     scale: Literal["paper", "cpu", "digits"] = "digits"
     """The settings of the paper, small versions for two cores, or embedded digits."""
     recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE", help_behavior_hint="")] = ()
@@ -151,7 +146,7 @@ class Reproduce(Command):
     """Only print the plan: runs, stages, epochs."""
     runs: Runs = Path("runs")
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
-    """The folder for tables and figures."""
+    """The folder for tables."""
     jobs: Jobs = None
     data_dir: DataDir = None
     json: Switch = False
@@ -160,11 +155,11 @@ class Reproduce(Command):
     after_interrupt: ClassVar[str] = AFTER_INTERRUPT
 
     def __call__(self) -> int:
-        """Train the missing runs, and write the table or draw the figure."""
-        from plures.lab.paper.targets import TARGETS
+        """Train the missing runs, and write the table."""
+        from plures.lab.paper import TARGETS
 
         if self.target not in TARGETS:
-            raise unknown("table or figure", self.target, TARGETS)
+            raise unknown("table", self.target, TARGETS)
         comparisons = TARGETS[self.target].comparisons(self.scale, self.seeds, self.recipes)
         return self._plan(comparisons) if self.dry_run else self._make(comparisons)
 
@@ -188,8 +183,7 @@ class Reproduce(Command):
 
     def _make(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab.compare.compare import compare
-        from plures.lab.paper import PAPER
-        from plures.lab.paper.targets import TARGETS, draw
+        from plures.lab.paper import PAPER, TARGETS
 
         check_place(self.out / f"{self.target}.md")
         found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir)
@@ -201,8 +195,4 @@ class Reproduce(Command):
             documents[name] = tell(f"{self.target}, {name}", stem, rows, notes, json=self.json)
         if self.json:
             print_json({"target": self.target, "scale": self.scale, "tables": documents})
-        if self.target.startswith("figure"):
-            pairs = list(zip(comparisons, found, strict=True))
-            drawn = draw(self.target, pairs, self.out / f"{self.target}-{self.scale}", self.data_dir)
-            print(f"drawn: {', '.join(map(str, drawn))}", file=sys.stderr)
         return 2 if any(row.failures for rows in found for row in rows) else 0

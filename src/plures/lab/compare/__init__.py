@@ -10,7 +10,6 @@ from pathlib import Path
 
 from plures.errors import PluresError
 from plures.lab.method_names import METHOD_NAMES, known_method, short_name
-from plures.lab.paper import Published
 from plures.lab.recipes import Recipe
 
 
@@ -74,6 +73,17 @@ class Job:
     def name(self) -> str:
         """The name that is shown."""
         return f"{self.recipe_name}, {self.variant.name}, seed {self.recipe.seed}"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row of a table of the paper, for one data set; `None` if the table lacks the column."""
+
+    accuracy: float
+    nll: float
+    ece: float
+    member_accuracy: float | None = None
+    agreement: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from plures.errors import PluresError, visible
+from plures.lab.compare import Published
 from plures.lab.costs import Costs, kept_costs
 from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
-from plures.lab.paper import Published
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import described, unfinished

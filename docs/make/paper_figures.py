@@ -1,10 +1,18 @@
-"""The paper's figures: bars of member accuracies, and scores against the number of members."""
+"""Make the paper's figures: bars of member accuracies, and scores against the number of members.
 
+    python docs/make/paper_figures.py figure2 --scale digits --seeds 3
+
+figure1 is the accuracy of each member, figure2 quality against the number of members, figure3 the same with MIMO. Runs
+are those of `plures reproduce` and `plures compare`, in RUNS/RECIPE/METHOD/seed-N; missing ones are trained. Figures
+are written to OUT as PDF, PNG and SVG, and the tables of their runs as Markdown, CSV and JSON.
+"""
+
+import argparse
 import io
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +27,25 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures import files
-from plures.lab.compare.rows import Row
+from plures.lab.compare import Comparison, Published, Variant, table
+from plures.lab.compare.compare import compare
+from plures.lab.compare.rows import Finished, Row
+from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import Look, looks_of
-from plures.lab.paper import Published
+from plures.lab.paper import (
+    AS_PUBLISHED,
+    FIXED,
+    METHODS,
+    PAPER,
+    RESNETS,
+    TABLE1,
+    TABLE3,
+    Target,
+    as_published,
+    paper_data,
+    scales,
+)
+from plures.lab.runs.open import open_run
 
 RunMetrics = Sequence[Mapping[str, Any]]  # as in metrics.json, one per seed; none if training failed
 
@@ -184,3 +208,99 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
         figure.savefig(contents, format=suffix[1:], metadata=undated)
         files.write(paths[-1], contents.getvalue())
     return paths
+
+
+FIGURE_MEMBERS = 10
+MOST_MIMO_MEMBERS = 4  # more have no room in a ResNet
+
+
+def _counted(variant: Variant, most: int) -> list[Variant]:
+    """Return a variant with two members and more."""
+    return [replace(variant, members=count, label=f"{variant.method} {count}") for count in range(2, most + 1)]
+
+
+CIFARS = scales("cifar10", "cifar100")
+TARGETS = {
+    "figure1": Target(
+        RESNETS,
+        tuple(one for one in METHODS if one.method not in ("deterministic", "mc-dropout")),
+        as_published(TABLE3, "orthogonal-dropout + MO + FC"),
+    ),
+    # The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
+    "figure2": Target(
+        CIFARS,
+        (
+            *_counted(AS_PUBLISHED, FIGURE_MEMBERS),
+            Variant("deep-ensemble", members=FIGURE_MEMBERS, label="deep-ensemble"),
+            replace(FIXED, members=FIGURE_MEMBERS),
+        ),
+    ),
+    "figure3": Target(
+        CIFARS,
+        (
+            *_counted(AS_PUBLISHED, MOST_MIMO_MEMBERS),
+            *_counted(Variant("mimo"), MOST_MIMO_MEMBERS),
+            Variant("deep-ensemble", members=MOST_MIMO_MEMBERS, label="deep-ensemble"),
+        ),
+    ),
+}
+
+
+def draw(
+    target: str, tables: Sequence[tuple[Comparison, Sequence[Row]]], stem: Path, data_dir: Path | None
+) -> list[Path]:
+    """Draw figure 1, 2 or 3 as PDF, PNG and SVG, and return their paths."""
+    if target == "figure1":
+        return member_bars({comparison.name: rows for comparison, rows in tables}, stem)
+    return against_members({comparison.name: _lines(comparison, rows, data_dir) for comparison, rows in tables}, stem)
+
+
+def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:
+    """Put rows of one method together; of a deep ensemble, its first members are an ensemble of that many."""
+    points: dict[str, dict[int, RunMetrics]] = {}
+    for row in rows:
+        if row.name.startswith("deep-ensemble"):
+            points[row.name] = _first_members(row.runs, data_dir)
+        else:
+            method, _, count = row.name.rpartition(" ")
+            points.setdefault(method, {})[int(count)] = [run.metrics for run in row.runs]
+    data = paper_data(comparison.recipe.data)
+    known = TABLE3.get(data, {}) | TABLE1.get(data, {})
+    return [
+        Series(name, found, {2 if name == "mimo" else 5: known[name]} if name in known else {})
+        for name, found in points.items()
+    ]
+
+
+def _first_members(runs: Sequence[Finished], data_dir: Path | None) -> dict[int, RunMetrics]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for finished in runs:
+        run = open_run(finished.path)
+        members, targets = predictions(run.ensemble, run.data(data_dir).test)
+        for count in range(2, len(members) + 1):
+            found.setdefault(count, []).append(scores(members[:count], targets))
+    return dict(found)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Train the missing runs, write their tables and draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--scale", choices=("paper", "cpu", "digits"), default="digits")
+    parser.add_argument("--recipes", nargs="*", default=[])
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--jobs", type=int)
+    asked = parser.parse_args(words)
+    comparisons = TARGETS[asked.target].comparisons(asked.scale, asked.seeds, asked.recipes)
+    found = compare(comparisons, asked.runs, at_once=asked.jobs, data_dir=asked.data_dir)
+    for comparison, rows in zip(comparisons, found, strict=True):
+        table.write(asked.out / f"{asked.target}-{comparison.name}", rows, {**table.about(rows), "paper": PAPER})
+    pairs = list(zip(comparisons, found, strict=True))
+    print(*draw(asked.target, pairs, asked.out / f"{asked.target}-{asked.scale}", asked.data_dir), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
