@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # of them, because they share fixtures that take seconds. The many small files with doctests come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types pytest attack memcheck bench load-test docs docs-site digits dist dist-check memcheck-aarch64 clean
+.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits dist dist-check memcheck-aarch64 clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
@@ -46,6 +46,14 @@ bench: $(READY)  ## speed and size, as ratios measured side by side: a quarter o
 
 load-test: $(READY)  ## throughput of plures serve, and 10,000 bad requests: a few minutes on the loopback
 	$(BIN)/python benchmarks/load_test.py
+
+gpu-check: $(READY)  ## on a computer with a GPU, ten minutes: tests, speed and a recipe there; writes build/gpu-check.json to send back
+	$(BIN)/python -m release.gpu_check
+
+fuzz: $(READY)  ## an hour of processor time: the reader of files, and the C library under AddressSanitizer
+	$(BIN)/python -m pip install --quiet atheris==3.0.0
+	$(BIN)/python release/fuzz.py files --minutes 30
+	$(BIN)/python release/fuzz.py native --minutes 30
 
 docs: $(READY)  ## copy the tables of docs/results into docs/results.md
 	$(BIN)/python docs/make/tables.py

@@ -1,6 +1,7 @@
 """Small networks of every kind that plures promises to work on; all take images [batch, 3, 16, 16]."""
 
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -8,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 CLASSES = 4
+DEVICE = torch.device(os.environ.get("PLURES_TEST_DEVICE", "cpu"))  # `make gpu-check` sets another one
 
 
 def images(batch: int = 6, seed: int = 0) -> Tensor:
-    return torch.randn(batch, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(batch, 3, 16, 16, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def labels(batch: int = 6, seed: int = 0) -> Tensor:
-    return torch.randint(0, CLASSES, (batch,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, CLASSES, (batch,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def reproducible(make: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
@@ -25,7 +27,7 @@ def reproducible(make: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
     def make_with(seed: int = 0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return make()
+            return make().to(DEVICE)
 
     return make_with
 

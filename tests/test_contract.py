@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import networks
 import plures
-from networks import CLASSES, images, labels
+from networks import CLASSES, DEVICE, images, labels
 
 METHODS = [
     ("OrthogonalDropout", {"members": 2}),
@@ -341,13 +341,13 @@ def test_to_moves_all_state(method, make_network):
 def test_bfloat16_autocast_trains_and_predicts(method, make_network):
     ensemble = untrained(method, make_network)
     stage = first_open(ensemble)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         loss = stage(images(), labels())
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad.isfinite().all() for p in stage.parameters() if p.requires_grad)
     ensemble = trained(method, make_network)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         logits = ensemble(images())
     torch.testing.assert_close(logits.float(), ensemble(images()), rtol=0.1, atol=0.1)
 
@@ -402,7 +402,7 @@ def test_an_untrained_ensemble_has_no_member_that_can_predict(method) -> None:
 def test_arrays_and_losses_that_are_none_get_one_sentence(method) -> None:
     ensemble = trained(method, networks.mlp)
     with pytest.raises(plures.PluresError, match="numpy array: convert it with torch.from_numpy"):
-        ensemble.engine().predict(images().numpy())
+        ensemble.engine().predict(images().cpu().numpy())
 
 
 def test_a_loss_is_a_function() -> None:

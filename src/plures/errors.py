@@ -1,7 +1,5 @@
 """The error class of the library."""
 
-import unicodedata
-
 LONGEST = 2000  # characters of a message: room for several paths
 
 
@@ -34,15 +32,11 @@ class MissingExtraError(PluresError, ModuleNotFoundError):
 
 
 def visible(text: str) -> str:
-    r"""Show control characters, and bytes of a file name that are not UTF-8, as escapes.
+    r"""Show what is no printable character, and bytes of a file name that are not UTF-8, as escapes.
 
     >>> print(visible("wren\n.png"))
     wren\n.png
+    >>> print(visible("\ue000"))  # of nobody's alphabet
+    \ue000
     """
-    return "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return character.encode("unicode_escape", "backslashreplace").decode("ascii")
-    return character
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
