@@ -185,3 +185,73 @@ def test_videos_and_numbers_train_as_well() -> None:
     forecaster = plures.DeepEnsemble(nn.Linear(3, 2), 2, loss=plures.GaussianNLL())
     forecaster.fit(numbers, 1, progress=False, callbacks=[records.append])
     assert records[0]["train_accuracy"] is None
+
+
+OPTIMIZERS = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "Rprop", "RMSprop", "ASGD", "Adafactor")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    options = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}.get(name, {})
+
+    def optimizer(stage: plures.Stage) -> torch.optim.Optimizer:
+        kind: Any = getattr(torch.optim, name)
+        made: torch.optim.Optimizer = kind(stage.parameters(), lr=0.01, **options)
+        return made
+
+    def trained(file: Path | None = None, after: int = 4) -> plures.Ensemble:
+        def stop(record: dict[str, Any]) -> None:
+            if record["epoch"] == after:
+                raise Stopped
+
+        torch.manual_seed(0)
+        split = plures.split(network(), 2)
+        return split.fit(loader(slice(128)), 3, optimizer=optimizer, checkpoint=file, callbacks=[stop], progress=False)
+
+    with pytest.raises(Stopped):
+        trained(tmp_path / "training.safetensors", after=1)
+    resumed = trained(tmp_path / "training.safetensors").state_dict()
+    for key, tensor in trained().state_dict().items():
+        assert tensor.equal(resumed[key]), key
+
+
+def noisy(rows: slice) -> DataLoader[tuple[Tensor, ...]]:
+    inputs, labels = digits(rows)
+    return DataLoader(TensorDataset(inputs, torch.where(torch.arange(len(labels)) % 3 == 0, 1, labels)), 16)
+
+
+@pytest.mark.parametrize("after", [None, 2, 5])
+def test_patience_keeps_the_best_epoch_also_when_it_goes_on(tmp_path: Path, after: int | None) -> None:
+    file, held_out = tmp_path / "training.safetensors", loader(slice(200, 300))
+    losses: list[float] = []
+    ensemble = made = plures.split(network(), 2)
+
+    def watch(record: dict[str, Any]) -> None:
+        losses.append(record["validation_loss"])
+        if len(losses) == after:
+            raise Stopped
+
+    options = {"validation": held_out, "patience": 3, "checkpoint": file, "callbacks": [watch], "progress": False}
+    options["optimizer"] = lambda stage: torch.optim.Adam(stage.parameters(), lr=0.02)
+    if after is not None:
+        with pytest.raises(Stopped):
+            copy.deepcopy(ensemble).fit(noisy(slice(96)), 60, **options)
+    made.fit(noisy(slice(96)), 60, **options)
+    assert len(losses) < 60
+    assert losses.index(min(losses)) == len(losses) - 4
+    inputs, labels = next(iter(DataLoader(TensorDataset(*digits(slice(200, 300))), 100)))
+    prediction = made.predict(inputs, calibrated=False)
+    assert plures.metrics.nll(prediction.probabilities, labels) == pytest.approx(min(losses), rel=1e-4)
+
+
+def test_patience_wants_held_out_batches() -> None:
+    with pytest.raises(plures.PluresError, match="patience=3 needs held-out batches: give validation="):
+        plures.split(network(), 2).fit(loader(slice(64)), 1, patience=3, progress=False)
+
+
+def test_held_out_batches_of_one_class_do_not_spoil_the_end_of_a_training(caplog: pytest.LogCaptureFixture) -> None:
+    inputs, labels = digits(slice(64))
+    ensemble = plures.split(network(), 2)
+    ensemble.fit(loader(slice(64)), 1, validation=[(inputs[labels == 3], labels[labels == 3])], progress=False)
+    assert ensemble.calibration is None
+    assert "trained and not calibrated: all 8 held-out targets are class 3" in caplog.text

@@ -80,7 +80,7 @@ def test_every_method_fits(method):
 
 def test_pipeline_grid_search_and_copies():
     X, y = datasets.load_iris(return_X_y=True)
-    pipeline = make_pipeline(StandardScaler(), PluresClassifier(**QUICK))
+    pipeline = make_pipeline(StandardScaler(), PluresClassifier(**QUICK | {"epochs": 4}))
     search = GridSearchCV(pipeline, {"pluresclassifier__hidden": [(8,), (16,)]}, cv=2).fit(X, y)
     assert search.best_score_ > 0.8
     copied = pickle.loads(pickle.dumps(search.best_estimator_))

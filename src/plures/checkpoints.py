@@ -1,6 +1,7 @@
 """The state of an open stage, as bytes: a safetensors file behind its checksum, no pickle and no random generators."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,11 +18,13 @@ CHECKSUM = 64  # bytes before the safetensors file
 
 
 class Position(NamedTuple):
-    """Where training was: how many stages are committed, and how many epochs of the next one are done."""
+    """Where training was: how many stages are committed, how many epochs of the next one are done, and its best."""
 
     committed: int
     epoch: int
     loss_scale: dict[str, float]  # of fp16; else empty
+    best_loss: float = math.inf
+    best_epoch: int = 0
 
 
 def pack(
@@ -49,6 +52,20 @@ def about_of(contents: bytes) -> str:
     return str(_metadata(contents).get("about", ""))
 
 
+def position_of(contents: bytes) -> Position:
+    """Read the position alone."""
+    try:
+        stored = json.loads(_metadata(contents)["position"])  # 0.1 stored more
+        found = Position(**{name: stored[name] for name in Position._fields if name in stored})
+        counts = (found.committed, found.epoch, found.best_epoch)
+        plain = all(type(one) is int and one >= 0 for one in counts)
+        if not plain or not all(isinstance(one, int | float) for one in (found.best_loss, *found.loss_scale.values())):
+            raise ValueError(f"its position is {tuple(found)!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
+    return found
+
+
 def _metadata(contents: bytes) -> dict[str, str]:
     contents = _checked(contents)
     try:
@@ -56,21 +73,6 @@ def _metadata(contents: bytes) -> dict[str, str]:
         return dict(header["__metadata__"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(f"{type(error).__name__}: {error}") from error
-
-
-def position_of(contents: bytes) -> Position:
-    """Read the position alone."""
-    try:
-        stored = json.loads(_metadata(contents)["position"])  # 0.1 stored more
-        found = Position(*(stored[name] for name in Position._fields))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(f"{type(error).__name__}: {error}") from error
-    counts = (found.committed, found.epoch)
-    scale = found.loss_scale.values() if isinstance(found.loss_scale, dict) else [None]
-    plain = all(type(one) is int and one >= 0 for one in counts) and all(isinstance(one, int | float) for one in scale)
-    if not plain:
-        raise damaged(f"its position is {tuple(found)!r}")
-    return found
 
 
 @torch.no_grad()
@@ -84,15 +86,20 @@ def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
             raise damaged("it does not fit the stage")
         tensor.copy_(stored.pop(name))
     parameters = dict(stage.named_parameters())
+    places = {id(one): at for at, one in enumerate(one for group in optimizer.param_groups for one in group["params"])}
+    state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         if name.startswith("other."):
             continue
         place, _, key = name.removeprefix("optimizer.").rpartition(".")
         parameter = parameters.get(place)
-        if parameter is None or tensor.shape != (() if key == "step" else parameter.shape):
+        if parameter is None or id(parameter) not in places or tensor.numel() > max(1, parameter.numel()):
             raise damaged("it does not fit the stage")
-        # In the memory format of the parameter: in another, sums would round differently.
-        optimizer.state[parameter][key] = tensor if key == "step" else torch.empty_like(parameter).copy_(tensor)
+        if tensor.shape == parameter.shape:
+            # In the memory format of the parameter: in another, sums would round differently.
+            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+        state.setdefault(places[id(parameter)], {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def others_of(contents: bytes) -> dict[str, Tensor]:

@@ -2,22 +2,19 @@
 
 import inspect
 import math
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plures import fitting
 from plures.errors import PluresError
+from plures.fitting import Trainable
 from plures.losses import Loss
 from plures.prediction import Predictor
-from plures.stage import Stage, Step, due
 from plures.tensors import aliases, check_network, overwrite, own_tensors, tensors
 
 
@@ -69,7 +66,7 @@ class Stored:
         return self.get(name)
 
 
-class Ensemble(Predictor, ABC):
+class Ensemble(Trainable, ABC):
     """An ensemble of members, trained stage by stage.
 
         for stage in ensemble.stages():
@@ -83,7 +80,6 @@ class Ensemble(Predictor, ABC):
     """
 
     members: int
-    seed: int
 
     def __init__(self, network: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
@@ -92,15 +88,6 @@ class Ensemble(Predictor, ABC):
             raise PluresError(f"loss={loss!r}; give a function of outputs and targets, such as plures.GaussianNLL()")
         self.loss = loss or F.cross_entropy
         self.given = Given.of(network)
-        self._opened: weakref.ref[Stage] | None = None  # the last stage of `stages`
-
-    @abstractmethod
-    def plan(self) -> list[Step]:
-        """List all stages in order, with the committed ones marked."""
-
-    @abstractmethod
-    def open(self, step: Step) -> Stage:
-        """Open the stage of one step of the plan."""
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,65 +134,6 @@ class Ensemble(Predictor, ABC):
         if not self.trained:
             raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
         return self.trained
-
-    def stages(self) -> Iterator[Stage]:
-        """Iterate over the stages that are not committed yet.
-
-            for stage in ensemble.stages():
-                train(stage, epochs[stage.phase])
-
-        Moving on to the next stage commits the previous one. Leaving the loop early discards the open stage and keeps
-        the committed ones; the next call continues there.
-        """
-        while (step := due(self.plan())) is not None:
-            stage = self.open(step)
-            self._opened = weakref.ref(stage)
-            yield stage
-            if not stage.committed:
-                stage.commit()
-
-    def fit(
-        self,
-        loader: Iterable[Any],
-        epochs: int | Mapping[str, int],
-        *,
-        validation: Iterable[Any] | None = None,
-        optimizer: Callable[[Stage], torch.optim.Optimizer] | None = None,
-        schedule: fitting.Schedule = "cosine",
-        device: torch.device | str | None = None,
-        checkpoint: str | Path | None = None,
-        progress: bool = True,
-        callbacks: Sequence[Callable[[dict[str, Any]], object]] = (),
-    ) -> Self:
-        """Train all open stages, and return the ensemble.
-
-            ensemble.fit(loader, epochs=60, validation=held_out_loader, checkpoint="training.safetensors")
-            ensemble.fit(loader, epochs=60, optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1))
-
-        - `loader`: batches of (inputs, targets), or of dicts with `labels`, that can be read in every epoch.
-        - `epochs`: of each stage; pruning takes a tenth of them. A dict has them by phase.
-        - `validation`: held-out batches; their accuracy is shown, and they calibrate the trained ensemble.
-        - `optimizer`: a function that makes the optimizer of a stage; by default AdamW with a rate of 0.001 times
-          `stage.pace`: members with few weights of their own want a higher rate.
-        - `schedule`: "cosine" lets the rate rise for a twentieth of a stage and fall to zero; "constant" keeps it.
-        - `device`: where to train; by default where the ensemble is.
-        - `checkpoint`: a file that is written after every epoch; the same call continues from it, with the same bits.
-        - `progress`: show one line on the standard error.
-        - `callbacks`: functions that are called after every epoch with its record, a dict.
-        """
-        fitting.fit(
-            self,
-            loader,
-            epochs,
-            validation=validation,
-            optimizer=optimizer,
-            schedule=schedule,
-            device=device,
-            checkpoint=checkpoint,
-            progress=progress,
-            callbacks=callbacks,
-        )
-        return self
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)

@@ -1,14 +1,16 @@
-"""fit: the one training loop, for every method; it needs torch alone."""
+"""The one training loop, for every method; it needs torch alone."""
 
 import json
 import logging
 import math
 import time
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +18,11 @@ from torch import Tensor, nn
 from plures import checkpoints, files
 from plures.checks import one_of, whole_number
 from plures.errors import PluresError
-from plures.losses import Loss
+from plures.losses import Loss, loss_of_all
+from plures.prediction import Predictor
 from plures.progress import ProgressLine
 from plures.seeding import seed_of
-from plures.stage import Stage, Step, due
+from plures.stage import Stage, Step, due, unwrapped
 
 Schedule = Literal["cosine", "constant"]
 CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
@@ -28,37 +31,17 @@ PRUNE_SHARE = 0.1  # of the epochs, as in the paper: 20 for 200
 WARMUP = 0.05  # of a stage, in which the rate rises
 RATE, DECAY = 1e-3, 1e-2  # of AdamW: as torch and most papers have them
 TARGETS = ("labels", "label", "targets", "target")  # the names that a batch may have for them
+BEST = "best."  # before the names of what a stage was in its best epoch, in a checkpoint
+LATER = (BEST, "_draft.")  # names that the state of an ensemble may have or not
 log = logging.getLogger("plures")
 
 
-class Fittable(Protocol):
-    """What `fit` needs of an ensemble."""
+class Best(NamedTuple):
+    """The lowest validation loss of a stage, the epoch that reached it, and the state that the stage had."""
 
-    seed: int
-
-    def plan(self) -> list[Step]:
-        """List all stages in order, with the committed ones marked."""
-
-    def open(self, step: Step) -> Stage:
-        """Open the stage of one step of the plan."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the constructor's arguments as JSON values."""
-
-    def calibrate(self, inputs: Any) -> Any:
-        """Calibrate the confidence on held-out batches."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters."""
-
-    def to(self, device: torch.device) -> Any:
-        """Move to a device."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Restore all tensors."""
+    loss: float
+    epoch: int
+    state: dict[str, Tensor]
 
 
 class StageLoop:
@@ -94,6 +77,7 @@ class StageLoop:
         self.model = stage if model is None else model
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.best = Best(math.inf, 0, {})
         self.loss = CountingLoss(stage.loss)
         del stage.loss  # without this, a module cannot be replaced by a function
         stage.loss = self.loss
@@ -157,20 +141,26 @@ class StageLoop:
             "cost": time.process_time() - begun if self.device.type == "cpu" else seconds,
         }
 
-    def accuracy(self, batches: Iterable[tuple[Any, Tensor]]) -> float | None:
-        """Return the share of correct labels of the stage as it is now; None if there are no labels."""
-        right, seen = torch.zeros((), device=self.device), 0
+    def score(
+        self, batches: Iterable[tuple[Any, Tensor]], *, with_loss: bool = False
+    ) -> tuple[float | None, float | None]:
+        """Return the share of correct labels of the stage as it is now, None if there are no labels, and its loss.
+
+        Members that train together are judged as an ensemble.
+        """
+        right, loss, labels, samples = torch.zeros((), device=self.device), 0.0, 0, 0
         self.stage.eval()
         with torch.no_grad(), self.autocast():
             for inputs, targets in batches:
-                logits = self.stage.logits(inputs)
-                if logits.dim() == 3:  # of several members
-                    logits = logits.float().softmax(-1).mean(0)
-                if logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-                    right += (logits.argmax(-1) == targets).sum()
-                    seen += len(targets)
+                outputs = self.stage.outputs(inputs)
+                if with_loss:
+                    loss += len(targets) * loss_of_all(unwrapped(self.stage.loss), outputs, targets).item()
+                    samples += len(targets)
+                if outputs.dim() == 3 and targets.dim() == 1 and not targets.is_floating_point():
+                    right += (outputs.float().softmax(-1).mean(0).argmax(-1) == targets).sum()
+                    labels += len(targets)
         self.stage.train()
-        return right.item() / seen if seen else None
+        return right.item() / labels if labels else None, loss / samples if samples else None
 
     def _set_rates(self, number: int, index: int) -> None:
         step = number - 1 if self.steps is None else (number - 1) * self.steps + index - 1
@@ -229,77 +219,164 @@ def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool)
     return False
 
 
-def fit(
-    ensemble: Fittable,
-    loader: Iterable[Any],
-    epochs: int | Mapping[str, int],
-    *,
-    validation: Any = None,
-    optimizer: Callable[[Stage], torch.optim.Optimizer] | None = None,
-    schedule: Schedule = "cosine",
-    device: torch.device | str | None = None,
-    checkpoint: str | Path | None = None,
-    progress: bool = True,
-    callbacks: Sequence[Callable[[dict[str, Any]], object]] = (),
-) -> None:
-    """Train all open stages of an ensemble; `Ensemble.fit` explains the arguments."""
-    one_of("schedule", schedule, get_args(Schedule))
-    if isinstance(validation, Iterator):
-        raise PluresError("validation is read more than once: pass a list or a DataLoader, and not a generator")
-    where = next(iter(ensemble.parameters())).device if device is None else torch.device(device)
-    ensemble.to(where)
-    file = None if checkpoint is None else Path(checkpoint)
-    saved = file.read_bytes() if file is not None and files.is_file(file) else None
-    about = json.dumps([ensemble.options(), epochs], sort_keys=True)
-    if saved is not None and due(ensemble.plan()) is not None:
-        if checkpoints.about_of(saved) != about:
-            raise PluresError(f"{file} is of an ensemble with other options or epochs: give another file, or remove it")
-        _resume(ensemble, checkpoints.others_of(saved), str(file))
-    by_step = {step.name: _epochs_of(step.phase, epochs) for step in ensemble.plan()}
-    make = _default_optimizer if optimizer is None else optimizer
-    with (
-        torch.random.fork_rng(devices=[where] if where.type == "cuda" else []),
-        ProgressLine(ensemble.plan(), by_step, quiet=not progress) as display,
-    ):
-        while (step := due(ensemble.plan())) is not None:
-            loop = _loop(ensemble, step, loader, by_step[step.name], make, schedule, where)
-            committed = sum(one.committed for one in ensemble.plan())
-            done = 0
-            if saved is not None and (position := checkpoints.position_of(saved)).committed == committed:
-                done = position.epoch
-                checkpoints.unpack(saved, loop.stage, loop.optimizer)
-                display.say(f"resuming {step.name} after epoch {done} of {loop.epochs}")
-            for number in range(done + 1, loop.epochs + 1):
-                record = loop.epoch(number)
-                if validation is not None:
-                    record["validation_accuracy"] = loop.accuracy(_pairs(validation, where))
-                if file is not None:
-                    position = checkpoints.Position(committed, number, {})
-                    files.write(
-                        file, checkpoints.pack(loop.stage, loop.optimizer, position, ensemble.state_dict(), about)
-                    )
-                display.epoch(record)
-                for callback in callbacks:
-                    callback(record)
-            loop.stage.commit()
-    if validation is not None:
-        ensemble.calibrate(_pairs(validation, where))
+class Trainable(Predictor):
+    """A predictor that is trained stage by stage: with `fit`, or with a loop of your own over `stages`."""
+
+    seed: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: weakref.ref[Stage] | None = None  # the last stage of `stages`
+
+    @abstractmethod
+    def plan(self) -> list[Step]:
+        """List all stages in order, with the committed ones marked."""
+
+    @abstractmethod
+    def open(self, step: Step) -> Stage:
+        """Open the stage of one step of the plan."""
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Return the constructor's arguments as JSON values."""
+
+    def stages(self) -> Iterator[Stage]:
+        """Iterate over the stages that are not committed yet.
+
+            for stage in ensemble.stages():
+                train(stage, epochs[stage.phase])
+
+        Moving on to the next stage commits the previous one. Leaving the loop early discards the open stage and keeps
+        the committed ones; the next call continues there.
+        """
+        while (step := due(self.plan())) is not None:
+            stage = self.open(step)
+            self._opened = weakref.ref(stage)
+            yield stage
+            if not stage.committed:
+                stage.commit()
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        epochs: int | Mapping[str, int],
+        *,
+        validation: Iterable[Any] | None = None,
+        patience: int | None = None,
+        optimizer: Callable[[Stage], torch.optim.Optimizer] | None = None,
+        schedule: Schedule = "cosine",
+        device: torch.device | str | None = None,
+        checkpoint: str | Path | None = None,
+        progress: bool = True,
+        callbacks: Sequence[Callable[[dict[str, Any]], object]] = (),
+    ) -> Self:
+        """Train all open stages, and return the ensemble.
+
+            ensemble.fit(loader, epochs=60, validation=held_out_loader, checkpoint="training.safetensors")
+            ensemble.fit(loader, epochs=60, optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1))
+
+        - `loader`: batches of (inputs, targets), or of dicts with `labels`, that can be read in every epoch.
+        - `epochs`: of each stage; pruning takes a tenth of them. A dict has them by phase.
+        - `validation`: held-out batches; their accuracy is shown, and they calibrate the trained ensemble.
+        - `patience`: end a stage after this many epochs without a lower loss on `validation`, and keep its best epoch.
+          Members that train together are judged as an ensemble.
+        - `optimizer`: a function that makes the optimizer of a stage; by default AdamW with a rate of 0.001 times
+          `stage.pace`: members with few weights of their own want a higher rate.
+        - `schedule`: "cosine" lets the rate rise for a twentieth of a stage and fall to zero; "constant" keeps it.
+        - `device`: where to train; by default where the ensemble is.
+        - `checkpoint`: a file that is written after every epoch; the same call continues from it, with the same bits.
+        - `progress`: show one line on the standard error.
+        - `callbacks`: functions that are called after every epoch with its record, a dict.
+        """
+        one_of("schedule", schedule, get_args(Schedule))
+        if isinstance(validation, Iterator):
+            raise PluresError("validation is read more than once: pass a list or a DataLoader, and not a generator")
+        if patience is not None and validation is None:
+            raise PluresError(f"patience={whole_number('patience', patience)} needs held-out batches: give validation=")
+        where = next(iter(self.parameters())).device if device is None else torch.device(device)
+        self.to(where)
+        by_step = {step.name: _epochs_of(step.phase, epochs) for step in self.plan()}
+        make = _default_optimizer if optimizer is None else optimizer
+        file = None if checkpoint is None else CheckpointFile(Path(checkpoint), self, epochs)
+        with (
+            torch.random.fork_rng(devices=[where] if where.type == "cuda" else []),
+            ProgressLine(self.plan(), by_step, quiet=not progress) as display,
+        ):
+            while (step := due(self.plan())) is not None:
+                loop = _loop(self, step, loader, by_step[step.name], make, schedule, where)
+                number = 0 if file is None else file.resume(loop)
+                if number:
+                    display.say(f"resuming {step.name} after epoch {number} of {loop.epochs}")
+                while number < loop.epochs and (patience is None or number - loop.best.epoch < patience):
+                    number += 1
+                    record = loop.epoch(number)
+                    if validation is not None:
+                        found = loop.score(_pairs(validation, where), with_loss=patience is not None)
+                        record["validation_accuracy"], loss = found
+                        record["validation_loss"] = loss
+                        if loss is not None and loss < loop.best.loss:
+                            loop.best = Best(loss, number, _copies(loop.stage))
+                    if file is not None:
+                        file.write(loop, number)
+                    display.epoch(record)
+                    for callback in callbacks:
+                        callback(record)
+                if loop.best.state:
+                    loop.stage.load_state_dict(loop.best.state)
+                loop.stage.commit()
+        if validation is not None:
+            try:
+                self.calibrate(_pairs(validation, where))
+            except PluresError as error:  # what was trained is not lost for that
+                log.warning("the ensemble is trained and not calibrated: %s", error)
+        return self
 
 
-def _resume(ensemble: Fittable, state: Mapping[str, Tensor], name: str) -> None:
-    """Restore an untrained ensemble from a checkpoint of the same method and network."""
-    own = ensemble.state_dict()
-    if any(step.committed for step in ensemble.plan()):
-        raise PluresError(f"{name} would replace what the ensemble has learned: remove it, or train a new ensemble")
-    shapes = {key: value.shape for key, value in own.items() if not key.startswith("_draft.")}
-    stored = {key: value.shape for key, value in state.items() if not key.startswith("_draft.")}
-    if shapes != stored:
-        raise PluresError(f"{name} is a checkpoint of another network or method: give another file")
-    ensemble.load_state_dict(state)
+class CheckpointFile:
+    """The file of a training: the ensemble, its open stage, and how far that is."""
+
+    def __init__(self, path: Path, ensemble: Trainable, epochs: int | Mapping[str, int]) -> None:
+        self.path, self.ensemble = path, ensemble
+        self.about = json.dumps([ensemble.options(), epochs], sort_keys=True)
+        self.saved = path.read_bytes() if files.is_file(path) else None
+        if self.saved is None or due(ensemble.plan()) is None:
+            return
+        if checkpoints.about_of(self.saved) != self.about:
+            raise PluresError(f"{path} is of an ensemble with other options or epochs: give another file, or remove it")
+        state, own = checkpoints.others_of(self.saved), ensemble.state_dict()
+        if any(step.committed for step in ensemble.plan()):
+            raise PluresError(f"{path} would replace what the ensemble has learned: remove it, or train a new ensemble")
+        # The draft of a member in training is there only in the middle of its stages.
+        shapes, stored = ({k: v.shape for k, v in one.items() if not k.startswith(LATER)} for one in (own, state))
+        if shapes != stored:
+            raise PluresError(f"{path} is a checkpoint of another network or method: give another file")
+        ensemble.load_state_dict({name: one for name, one in state.items() if not name.startswith(BEST)})
+
+    def resume(self, loop: "StageLoop") -> int:
+        """Restore the open stage, if the file is of it, and return the number of its finished epochs."""
+        saved, self.saved = self.saved, None
+        if saved is None:
+            return 0
+        position = checkpoints.position_of(saved)
+        if position.committed != self._committed():
+            return 0
+        checkpoints.unpack(saved, loop.stage, loop.optimizer)
+        best = {n.removeprefix(BEST): one for n, one in checkpoints.others_of(saved).items() if n.startswith(BEST)}
+        loop.best = Best(position.best_loss, position.best_epoch, best)
+        return position.epoch
+
+    def write(self, loop: "StageLoop", number: int) -> None:
+        """Write the file after an epoch."""
+        position = checkpoints.Position(self._committed(), number, {}, loop.best.loss, loop.best.epoch)
+        others = self.ensemble.state_dict() | {BEST + name: one for name, one in loop.best.state.items()}
+        files.write(self.path, checkpoints.pack(loop.stage, loop.optimizer, position, others, self.about))
+
+    def _committed(self) -> int:
+        return sum(step.committed for step in self.ensemble.plan())
 
 
 def _loop(
-    ensemble: Fittable,
+    ensemble: Trainable,
     step: Step,
     loader: Iterable[Any],
     epochs: int,
@@ -321,6 +398,10 @@ def _loop(
         )
     factor = partial(_cosine, total=total) if schedule == "cosine" else lambda _: 1.0
     return StageLoop(stage, loader, steps, epochs, optimizer(stage), factor, seed=seed, device=device)
+
+
+def _copies(stage: Stage) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in stage.state_dict().items()}
 
 
 def _epochs_of(phase: str, epochs: int | Mapping[str, int]) -> int:

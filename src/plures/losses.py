@@ -1,5 +1,6 @@
 """Losses, which define what outputs mean: the class axis, or which numbers are means and variances."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -126,3 +127,11 @@ def classes_second(outputs: Tensor, loss: Loss) -> Tensor:
     """Move the classes of [members, batch, ...] to the axis after the batch, as every ensemble returns them."""
     axis = class_axis(loss)
     return outputs if axis == 1 else torch.movedim(outputs, axis + 1 if axis >= 0 else axis, 2)
+
+
+def loss_of_all(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of the mean probability of members; for other losses than of classes, the mean of theirs."""
+    if is_for_classes(loss) and not targets.is_floating_point():
+        each = classes_second(outputs, loss).float().log_softmax(2)
+        return F.nll_loss(each.logsumexp(0) - math.log(len(each)), targets)
+    return torch.stack([loss(one, targets) for one in outputs]).mean()

@@ -8,7 +8,7 @@ classifier.predict_proba(X_new), classifier.predict_std(X_new)
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -24,9 +24,7 @@ from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
 from plures.losses import GaussianNLL
 from plures.methods import METHODS
-from plures.methods.building import TogetherStage
 from plures.methods.orthogonal_dropout.roles import roles_for
-from plures.stage import Stage
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -38,10 +36,9 @@ except ModuleNotFoundError as error:
 
 SMALLEST_BATCH, LARGEST_BATCH = 8, 200
 STEPS = 16  # per epoch, if the batch size stays within these bounds
-PRUNE_SHARE = 0.1  # of the epochs, as in the paper: 20 for 200
 MOST_REPEATED = 20  # times the rows of a table that whole sample weights may make of it
 CONSTANT = 1e-30  # a column that spreads less has nothing to scale
-HELD_OUT = 0.1  # of the rows, which tell when members that train together are at their best
+HELD_OUT = 0.1  # of the rows, which tell when members are at their best
 FEWEST_ROWS = 300  # with fewer, all rows are trained on, for all epochs: a tenth of them tells too little
 PATIENCE = 8  # epochs without a better one, after which training ends
 
@@ -96,6 +93,23 @@ class _RelativeNLL(GaussianNLL):
         return super().__call__(scaled, targets / self.width)
 
 
+class Rows:
+    """Batches of a table; a row of weight 1.3 comes once in each reading, and a second time in three of ten."""
+
+    def __init__(self, table: Sequence[Tensor], batches: int) -> None:
+        self.inputs, self.targets, self.weights = table
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = len(self.weights)
+        rows = torch.arange(count).repeat_interleave((self.weights + torch.rand(count)).floor().long())
+        for chosen in rows[torch.randperm(len(rows))].tensor_split(self.batches):
+            yield self.inputs[chosen], self.targets[chosen]
+
+
 @dataclass(eq=False, repr=False)
 class _Estimator(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share: settings, a network, an ensemble trained on rows."""
@@ -116,7 +130,6 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def _fit(self, X: Table, targets: NDArray[Any], weights: Table, outputs: int, numbers: int = 0) -> None:
         one_of("method", self.method, METHODS)
         whole_number("members", self.members)
-        whole_number("epochs", self.epochs)
         number("learning_rate", self.learning_rate, "a number above 0", above=0)
         if self.batch_size is not None:
             whole_number("batch_size", self.batch_size)
@@ -139,55 +152,27 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 self.ensemble_: Ensemble = getattr(plures, self.method)(network, **options)
             except TypeError as error:
                 raise PluresError(f"{self.method} does not take these options: {error}") from error
-            for stage in self.ensemble_.stages():
-                self._train(stage, *map(torch.from_numpy, (X, targets, weights)))
+            self._train(*map(torch.from_numpy, (X, targets, weights)))
         if numbers:
             self.ensemble_.loss = GaussianNLL()
 
-    def _train(self, stage: Stage, *table: Tensor) -> None:
-        """Train a stage on inputs, targets and weights; end early if held-out rows say so."""
-        rows = len(table[0])
-        held: tuple[Tensor, ...] = ()
-        if isinstance(stage, TogetherStage) and rows >= FEWEST_ROWS:
+    def _train(self, *table: Tensor) -> None:
+        """Train on inputs, targets and weights; of many rows, some are held out and choose the epoch."""
+        held: dict[str, Any] = {}
+        if len(table[0]) >= FEWEST_ROWS:
             order = _held_first(table[1])
-            held, table = zip(*(one[order].tensor_split([int(HELD_OUT * rows)]) for one in table), strict=True)
-        inputs, targets, weights = table
-        rows = len(inputs)
-        size = self.batch_size or min(LARGEST_BATCH, max(SMALLEST_BATCH, math.ceil(rows / STEPS)))
-        batches = math.ceil(rows / size)
-        epochs = max(1, round(self.epochs * PRUNE_SHARE)) if stage.phase == "prune" else self.epochs
-        optimizer = torch.optim.AdamW(stage.parameter_groups(self.weight_decay), self.learning_rate, fused=True)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
-        best, kept, since = math.inf, {}, 0
-        for _ in range(epochs):
-            # A row of weight 1.3 is seen once in each epoch, and a second time in three of ten.
-            seen = torch.arange(rows).repeat_interleave((weights + torch.rand(rows)).floor().long())
-            for chosen in seen[torch.randperm(len(seen))].tensor_split(batches):
-                optimizer.zero_grad()
-                stage(inputs[chosen], targets[chosen]).backward()
-                optimizer.step()
-                schedule.step()
-            if held and (loss := self._loss_of_all(stage, *held)) < best:
-                best, since = loss, 0
-                kept = {name: one.clone() for name, one in stage.state_dict().items()}
-            elif held and (since := since + 1) == PATIENCE:
-                break
-        if kept:
-            stage.load_state_dict(kept)
-
-    @staticmethod
-    def _loss_of_all(stage: Stage, inputs: Tensor, targets: Tensor, weights: Tensor) -> float:
-        """Return the loss of the members' mixture, which the ensemble is, on held-out rows."""
-        stage.eval()
-        with torch.no_grad():
-            outputs = stage.logits(inputs)
-        stage.train()
-        if targets.is_floating_point():
-            means, logs = outputs.chunk(2, -1)
-            likely = -0.5 * (logs + (targets - means) ** 2 / logs.exp()).sum(-1)
-        else:
-            likely = outputs.double().log_softmax(-1)[:, torch.arange(len(targets)), targets]
-        return -float(weights @ likely.logsumexp(0) / weights.sum())
+            some, table = zip(*(one[order].tensor_split([int(HELD_OUT * len(order))]) for one in table), strict=True)
+            held = {"validation": [next(iter(Rows(some, 1)))], "patience": PATIENCE}
+        size = self.batch_size or min(LARGEST_BATCH, max(SMALLEST_BATCH, math.ceil(len(table[0]) / STEPS)))
+        self.ensemble_.fit(
+            Rows(table, math.ceil(len(table[0]) / size)),
+            self.epochs,
+            optimizer=lambda stage: torch.optim.AdamW(
+                stage.parameter_groups(self.weight_decay), self.learning_rate, fused=True
+            ),
+            progress=False,
+            **held,
+        ).calibrate(None)  # the held-out rows have chosen the epoch
 
     def _mlp(self, inputs: int, outputs: int) -> nn.Module:
         widths = [inputs, *self.hidden]
@@ -215,7 +200,7 @@ class PluresClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     - `hidden`: the widths of a multilayer perceptron.
     - `network`: a function `network(inputs, outputs)` that returns another network.
     - `epochs`: the epochs of each stage, with AdamW and a cosine schedule; pruning takes a tenth of them. With 300 rows
-      or more, members that train together keep the epoch in which they were best, as an ensemble, on a tenth of them.
+      or more, a stage keeps the epoch in which its members were best, together, on a tenth of the rows.
     - `batch_size`: by default, an epoch has about sixteen steps, with 8 to 200 rows each.
 
     Columns are standardised inside the network (`Standardised`), with the mean and standard deviation that `fit` saw.

@@ -149,6 +149,10 @@ class Stage(nn.Module):
         output = None if self.engine is None else self.engine.output(self.network, inputs)
         return logits_of(call(self.network, inputs) if output is None else output)
 
+    def outputs(self, inputs: Any) -> Tensor:
+        """Run the network and return the logits of the members that it trains, [members, batch, ...]."""
+        return self.logits(inputs)[None]
+
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
         loss, logits = self._loss_of(inputs, targets)

@@ -114,11 +114,15 @@ class TogetherStage(Stage):
 
     reduction: Reduction = "mean"
 
+    def outputs(self, inputs: Any) -> Tensor:
+        """Run the network and return the logits of all members, [members, batch, ...]."""
+        return self.logits(inputs)
+
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(inputs)
         check_classes(unwrapped(self.loss), logits[0], targets)
         self.heads = 1 if self.reduction == "mean" else len(logits)
-        if averages_rows(self.loss):  # one call for all: a small network's step is short
+        if averages_rows(unwrapped(self.loss)):  # one call for all: a small network's step is short
             mean = self.loss(logits.flatten(0, 1), targets.repeat(len(logits), *[1] * (targets.dim() - 1)))
         else:
             mean = torch.stack([self.loss(member, targets) for member in logits]).mean()

@@ -14,7 +14,7 @@ from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss, class_axis
 from plures.methods import building
-from plures.methods.building import Init, ManyInOne
+from plures.methods.building import Init, ManyInOne, TogetherStage
 from plures.stage import Stage, Step, check_classes
 from plures.tensors import Layer, canonical, layers, moments, restart
 
@@ -109,7 +109,7 @@ class _Slots(nn.Module):
         return torch.unflatten(logits, axis, (self.members, -1)).movedim(axis, 0)
 
 
-class _Training(Stage):
+class _Training(TogetherStage):
     """Train on slots that are shuffled apart; in eval mode, give the loss of the same images in all slots."""
 
     def __init__(self, ensemble: MIMO, slots: _Slots, step: Step) -> None:

@@ -74,7 +74,7 @@ class RecipeLoop(StageLoop):
         if not len(split):
             return None
         own = len(range(self.rank, len(split), self.world))
-        right = (self.accuracy(self._held_out(own)) or 0.0) * own
+        right = (self.score(self._held_out(own))[0] or 0.0) * own
         return self.total(torch.tensor(right, device=self.device)).item() / len(split)
 
     def _held_out(self, own: int) -> Iterator[tuple[Tensor, Tensor]]:
