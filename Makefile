@@ -55,7 +55,7 @@ fuzz: $(READY)  ## an hour of processor time: the reader of files, and the C lib
 	$(BIN)/python release/fuzz.py files --minutes 30
 	$(BIN)/python release/fuzz.py native --minutes 30
 
-docs: $(READY)  ## copy the tables of docs/results into docs/results.md
+docs: $(READY)  ## write docs/results.md, its pictures and the appendix from docs/results
 	$(BIN)/python docs/make/tables.py
 
 docs-site: $(READY)  ## build the site, and take every warning for an error: build/site/index.html

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import claims
 import commands
 import plures
 import tables
@@ -57,10 +58,26 @@ def test_the_page_of_the_commands_has_every_option() -> None:
         assert options <= {row.split()[0].rstrip(",") for row in rows}, name
 
 
-def test_the_tables_of_the_results_are_those_that_were_made() -> None:
-    page = (ROOT / "docs/results.md").read_text()
-    assert "<!-- table table1-digits -->\n| method |" in page
-    assert tables.included(page) == page, "make docs would change it"
+def test_the_pages_and_pictures_of_the_results_are_those_that_the_figures_make(tmp_path, monkeypatch) -> None:
+    pictures = claims.PICTURES
+    monkeypatch.setattr(claims, "PICTURES", tmp_path)
+    pages = tables.written()
+    assert pages == {page: page.read_text() for page in pages}, "make docs would change them"
+    for drawn in tmp_path.iterdir():
+        assert drawn.read_text() == (pictures / drawn.name).read_text(), f"make docs would change {drawn.name}"
+    assert "| split, together, 2 x epochs |" in (page := (ROOT / "docs/results.md").read_text())
+    assert len(page.split()) <= 2500
+    assert max(line.count("|") for line in page.splitlines() if line.startswith("|")) <= 7, "six columns"
+
+
+def test_sentences_follow_the_figures() -> None:
+    def row(name: str, nll: float, spread: float | None) -> claims.Row:
+        return claims.Row(name, (0, 1), {"nll": {"mean": nll, "deviation": spread, "values": [nll]}}, {})
+
+    found = [claims.verdict(row("a", nll, 0.01), row("b", 0.75, 0.02), "nll") for nll in (0.72, 0.74, 0.78)]
+    assert found == [-1, 0, 1], "level within the larger spread"
+    assert claims.label("orthogonal-dropout schedule=together epochs x 2") == claims.TOGETHER
+    assert claims.label("packed-ensemble, mean of the losses") == "packed ensemble, mean of the losses"
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:

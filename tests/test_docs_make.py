@@ -118,7 +118,7 @@ def test_the_tables_are_those_of_the_runs_that_were_kept(tmp_path: Path, monkeyp
     assert (tmp_path / "results/figure1-cpu.svg").is_file()
     for path in (path for name in made for path in (tmp_path / "results").glob(f"{name}.*") if path.suffix != ".svg"):
         assert path.read_text() == (results / path.name).read_text(), path.name
-    assert names <= {found[1] for found in tables.PLACE.finditer((results.parent / "results.md").read_text())}
+    assert names <= {found[1] for page in tables.pages() for found in tables.PLACE.finditer(page.read_text())}
 
 
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "tiny-imagenet-20": 20, "cub200-30": 30}

@@ -9,7 +9,7 @@
 another machine continues where this one stopped. Interrupted runs are resumed. `--tables --data-dir data` also keeps
 the figures of runs that have finished while others continue. Figures of another recipe or of other options do not
 count, and a folder with such a run is refused; so is one of `plures compare` without `--precision no`. The tables go to
-docs/results; `make docs` puts them into docs/results.md.
+docs/results; `make docs` puts them into the pages.
 """
 
 import argparse

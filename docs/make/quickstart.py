@@ -4,7 +4,7 @@
 
 The loop is that of the README: SGD at 0.1 with momentum 0.9, batches of 128, as many epochs for every stage. Of the
 1,347 digits that `tests/test_quickstart.py` trains on, each seed holds a third out. The table goes to
-docs/results/quickstart.md; `make docs` puts it into docs/results.md.
+docs/results/quickstart.md; `make docs` puts it into the appendix.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 The task is small and needs no download: from which package of Python's standard library is a docstring? The network is
 a bag of words: an embedding, which is nine tenths of it, and two layers. A quarter of the docstrings is held out. The
-table goes to docs/results/text.md; `make docs` puts it into docs/results.md.
+table goes to docs/results/text.md; `make docs` puts it into the appendix.
 """
 
 import argparse

@@ -30,7 +30,7 @@ class Role(StrEnum):
 Classifier = Literal["private", "split", "fixed"]
 
 # Small tensors are private: copies cost next to nothing, and each member decides for itself. Large ones are split. A
-# classifier of 1.8 % of a network (CIFAR100) was better split than private, one of 0.2 % (CIFAR10) as good: results.md.
+# classifier of 1.8 % of a network (CIFAR100) was better split than private, one of 0.2 % (CIFAR10) as good.
 SMALL_SHARE = 0.01  # of the numbers of the network
 SMALL_COUNT = 2**13  # numbers, too few to matter
 ADAPTER_SHARE = 0.1  # of the numbers of a network: if no more are trainable, they adapt a frozen network

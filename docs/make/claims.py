@@ -1,0 +1,412 @@
+"""What the results page says: pictures, sentences and tables, all from the figures of runs in docs/results.
+
+A sentence compares what it finds; none has a number or a verdict of its own.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import charts
+
+DOCS = Path(__file__).parent.parent
+RESULTS = DOCS / "results"
+PICTURES = DOCS / "pictures"
+LABELS = {
+    "deterministic": "one network",
+    "mc-dropout": "MC dropout",
+    "batch-ensemble": "BatchEnsemble",
+    "mimo": "MIMO",
+    "masksembles": "Masksembles",
+    "packed-ensemble": "packed ensemble",
+    "deep-ensemble": "deep ensemble",
+    "orthogonal-dropout schedule=together": "split, together",
+    "orthogonal-dropout, as published": "split, as published",
+    "orthogonal-dropout": "split, one by one",
+}
+COLOURS = {
+    "one network": "#7F7F7F",
+    "MC dropout": "#56B4E9",
+    "packed ensemble": "#882255",
+    "deep ensemble": "#0072B2",
+    "BatchEnsemble": "#B8860B",
+    "split, one by one": "#E07A2F",
+    "split, together": "#C43C00",
+}
+TOGETHER, SEQUENTIAL, DEEP, SINGLE = "split, together, 2 x epochs", "split, one by one", "deep ensemble", "one network"
+SETS = {
+    "cifar10-cpu": "CIFAR10, 10,000 training images of 16 pixels, ResNet18 at a quarter of its width",
+    "cifar10-half-cpu": "CIFAR10, the same at half of the width",
+    "cifar100-cpu": "CIFAR100, 10,000 training images of 16 pixels",
+    "tiny-imagenet-cpu": "Tiny-ImageNet, 20 of its classes",
+    "cub200-cpu": "CUB200, 30 of its birds, 840 training photographs",
+    "digits": "digits, 300 training images, a perceptron",
+}
+SHORT = {name: text.partition(",")[0] for name, text in SETS.items()} | {"cifar10-half-cpu": "CIFAR10, twice the width"}
+COLUMNS = ("method", "accuracy %", "NLL", "ECE", "file", "training")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of a method on one data set."""
+
+    name: str
+    seeds: tuple[int, ...]
+    metrics: dict[str, Any]
+    costs: dict[str, float]
+
+    def mean(self, metric: str) -> float:
+        """The mean of a metric over the seeds."""
+        return float(self.metrics[metric]["mean"])
+
+    def values(self, metric: str) -> tuple[float, ...]:
+        """A metric of every seed."""
+        return tuple(self.metrics[metric]["values"])
+
+    def cell(self, metric: str, digits: int = 3, scale: float = 1) -> str:
+        """Return mean and standard deviation."""
+        spread = self.metrics[metric]["deviation"]
+        return f"{scale * self.mean(metric):.{digits}f}" + ("" if spread is None else f" ± {scale * spread:.{digits}f}")
+
+    def cost(self, name: str) -> str:
+        """Return a cost in networks; a dash if it was not measured."""
+        return f"{self.costs[name]:.{2 if name == 'file' else 1}f} x" if name in self.costs else "-"
+
+    @property
+    def colour(self) -> str:
+        """The colour of its method."""
+        return next((colour for name, colour in COLOURS.items() if self.name.startswith(name)), "#E69F00")
+
+
+@cache
+def rows_of(recipe: str) -> dict[str, Row]:
+    """Return all methods that were measured on a data set."""
+    found: dict[str, Row] = {}
+    for table in ("table1", "width", "together", "members"):
+        for row in rows_in(f"{table}-{recipe}"):
+            one = Row(label(row["name"]), tuple(row["seeds"]), row["metrics"], costs_of(row["costs"], recipe))
+            found.setdefault(one.name, one)
+    found = dict(sorted(found.items(), key=lambda item: place(item[0])))
+    for name, row in list(found.items()):  # what does not depend on the number of epochs is measured once
+        same = found.get(name.replace(", 2 x epochs", ""))
+        if not row.costs and same is not None and same.costs:
+            found[name] = replace(row, costs=same.costs | {"training": 2 * same.costs["training"]})
+    return found
+
+
+def rows_in(table: str) -> list[Any]:
+    """Return the rows of a table as they were written; none if it was not made yet."""
+    path = RESULTS / f"{table}.json"
+    return list(json.loads(path.read_text())["rows"]) if path.is_file() else []
+
+
+def place(name: str) -> int:
+    """Return where a row stands in a table."""
+    order = ("one", "MC", "Batch", "MIMO", "Mask", "packed", "deep", "split, together", "split")
+    return next(number for number, start in enumerate(order) if name.startswith(start))
+
+
+def label(name: str) -> str:
+    """Return the short name of a row."""
+    known = max((one for one in LABELS if name.startswith(one)), key=len)
+    rest = re.sub(r" epochs x ([\d.]+)", r", \1 x epochs", name.removeprefix(known))
+    return LABELS[known] + re.sub(r" members=(\d+)| \((\d+) members\)", r", \1\2 members", rest)
+
+
+def costs_of(found: dict[str, float] | None, recipe: str) -> dict[str, float]:
+    """Return the costs of a row in networks."""
+    if found is None:
+        return {}
+    plain = {"cub200-cpu": 100, "tiny-imagenet-cpu": 20}.get(recipe, 30)  # epochs of one network
+    known = {"file": found["size"], "prediction": found["prediction"], "training": (found["epochs"] or 0) / plain}
+    return {name: value for name, value in known.items() if value}
+
+
+def split_of(recipe: str) -> Row | None:
+    """Return the split network, trained together if that was measured."""
+    rows = rows_of(recipe)
+    return rows.get(TOGETHER) or rows.get(SEQUENTIAL)
+
+
+def verdict(one: Row, other: Row, metric: str) -> int:
+    """Return -1, 0 or 1: whether a metric is lower, within the spread between seeds, or higher."""
+    difference = one.mean(metric) - other.mean(metric)
+    spread = max(one.metrics[metric]["deviation"] or 0, other.metrics[metric]["deviation"] or 0)
+    return 0 if abs(difference) <= spread else (1 if difference > 0 else -1)
+
+
+def seeds(*rows: Row) -> str:
+    """Return the seeds that were measured."""
+    most, least = max(len(one.seeds) for one in rows), min(len(one.seeds) for one in rows)
+    return f"{most} seeds" if most == least > 1 else "one seed" if most == 1 else f"{least} to {most} seeds"
+
+
+def claim(title: str, picture: str, says: str, *sentences: str) -> str:
+    """Return one claim: a heading, a picture and what it shows."""
+    return f"### {title}\n\n![{says}]({picture})\n\n{' '.join(sentences)}\n"
+
+
+def dots(name: str, says: str, metric: str, panels: dict[str, Sequence[Row]], axis: str, scale: float = 1) -> str:
+    """Draw a metric of some rows, and return the path of the picture for the page."""
+    marks = {
+        title: [charts.Mark(one.name, one.colour, tuple(scale * value for value in one.values(metric))) for one in rows]
+        for title, rows in panels.items()
+    }
+    charts.dots(PICTURES / f"{name}.svg", says, axis, marks, 4 if metric in ("ece", "aurc") else 3)
+    return f"pictures/{name}.svg"
+
+
+def chosen(recipe: str, *names: str) -> list[Row]:
+    """Return some rows of a data set, without those that were not measured."""
+    return [rows_of(recipe)[name] for name in names if name in rows_of(recipe)]
+
+
+def quality() -> str:
+    """One network against five."""
+    single, deep, split = (rows_of("cifar10-cpu")[name] for name in (SINGLE, DEEP, TOGETHER))
+    says = "NLL of one network, a deep ensemble and split networks on CIFAR10"
+    rows = chosen("cifar10-cpu", SINGLE, "packed ensemble", "BatchEnsemble", DEEP, TOGETHER, SEQUENTIAL)
+    picture = dots("quality", says, "nll", {"CIFAR10": rows}, "NLL of 10,000 test images, lower is better")
+    word = {-1: "Better than", 0: "As good as", 1: "Behind"}[verdict(split, deep, "nll")]
+    file = f" in a file of {split.costs['file']:.2f} x" if "file" in split.costs else " in one network"
+    return claim(
+        f"{word} five networks,{file}",
+        picture,
+        says,
+        f"Split into five and trained together, a small ResNet18 has {split.cell('accuracy', 1, 100)} % and NLL "
+        f"{split.cell('nll')}; "
+        f"a deep ensemble has {deep.cell('accuracy', 1, 100)} % and {deep.cell('nll')}.",
+        f"One network has {single.cell('accuracy', 1, 100)} % and {single.cell('nll')} ({seeds(single, deep, split)}).",
+    )
+
+
+def costs() -> str:
+    """File, prediction and training."""
+    draw_costs()
+    rows = rows_of("cifar10-cpu")
+    split = rows[TOGETHER] if "training" in rows[TOGETHER].costs else rows[SEQUENTIAL]
+    says = "NLL against size of the file, prediction time and training time"
+    return claim(
+        f"Five answers cost {split.costs['file']:.2f} files, {split.costs['prediction']:.1f} predictions and "
+        f"{split.costs['training']:.1f} trainings",
+        "pictures/costs.svg",
+        says,
+        f"The split network ({split.name.removeprefix('split, ')}) trains as long as "
+        f"{split.costs['training']:.1f} networks, "
+        f"predicts as long as {split.costs['prediction']:.1f} and needs {split.costs['file']:.2f} files; a deep "
+        "ensemble takes "
+        f"{rows[DEEP].costs['training']:.1f}, {rows[DEEP].costs['prediction']:.1f} and {rows[DEEP].costs['file']:.1f} "
+        "(measured with one seed each; costs depend on no seed).",
+        f"{prediction_of_wide()} ([benchmarks](../benchmarks/results.md)).",
+    )
+
+
+def prediction_of_wide() -> str:
+    """Return a sentence on the prediction time of a ResNet18 at full width."""
+    document = json.loads((DOCS.parent / "benchmarks/results.json").read_text())
+    found = [
+        one["value"]
+        for one in document["ratios"]
+        if one["name"] == "owned prediction of 5 members / one plain network"
+        and one["setting"].startswith("ResNet18, batch")
+        and "kernel granularity" in one["setting"]
+    ]
+    return f"At full width a split ResNet18 predicts as long as {min(found):.1f} to {max(found):.1f} networks"
+
+
+def draw_costs() -> None:
+    """Draw the chart of the README."""
+    names = (SINGLE, "MC dropout", "packed ensemble", DEEP, SEQUENTIAL, TOGETHER)
+    shown = [one for one in chosen("cifar10-cpu", *names) if one.costs]
+    points = [charts.Point(one.name, one.colour, one.mean("nll"), one.costs) for one in shown]
+    says = "NLL on CIFAR10 against size of the file, prediction time and training time, by method"
+    charts.against_costs(PICTURES / "costs.svg", says, "NLL on CIFAR10, small ResNet18", points)
+
+
+def elsewhere() -> str:
+    """Other data sets, and a wider network."""
+    others = [name for name in SETS if name not in ("cifar10-cpu", "digits") and split_of(name)]
+    panels = {SHORT[name]: chosen(name, SINGLE, DEEP, TOGETHER, SEQUENTIAL) for name in others}
+    says = "NLL of one network, a deep ensemble and split networks on other data"
+    picture = dots("elsewhere", says, "nll", panels, "NLL of the test images, lower is better")
+    pairs = {name: (split, rows_of(name)[DEEP]) for name in others if (split := split_of(name))}
+    lower = [name for name, pair in pairs.items() if verdict(*pair, "nll") < 0]
+    figures = ", ".join(
+        f"{one.cell('nll')} against {deep.cell('nll')} on {SHORT[name]}" for name, (one, deep) in pairs.items()
+    )
+    return claim(
+        f"A lower NLL than the deep ensemble in {len(lower)} of {len(pairs)} other comparisons",
+        picture,
+        says,
+        f"Split network against deep ensemble: {figures}.",
+        "Most rows have one seed, so small differences may be chance "
+        f"({seeds(*(row for pair in pairs.values() for row in pair))}).",
+    )
+
+
+def abstaining() -> str:
+    """Confidence and errors."""
+    rows = chosen("cifar10-cpu", SINGLE, "MC dropout", "packed ensemble", DEEP, TOGETHER, SEQUENTIAL)
+    single, deep, split = (rows_of("cifar10-cpu")[name] for name in (SINGLE, DEEP, TOGETHER))
+    says = "Area under the risk-coverage curve by method"
+    axis = "area under the curve of errors against answered images, lower is better"
+    picture = dots("abstaining", says, "aurc", {"CIFAR10: how well confidence ranks errors": rows}, axis)
+    words = {
+        -1: "more reliably than a deep ensemble",
+        0: "as reliably as a deep ensemble",
+        1: "less reliably than a deep ensemble",
+    }
+    return claim(
+        f"It knows when to abstain, {words[verdict(split, deep, 'aurc')]}",
+        picture,
+        says,
+        f"The error, averaged over all shares of answered images, is {split.cell('aurc', 4)} for the split network, "
+        f"{deep.cell('aurc', 4)} for the deep ensemble and {single.cell('aurc', 4)} for one network "
+        f"({seeds(single, deep, split)}).",
+        "With held-out data, `predict(...).abstain(risk=0.05)` bounds the error of what it answers "
+        "([guide](guide/trust.md)).",
+    )
+
+
+def members() -> str:
+    """What a fifth of the weights can do alone."""
+    rows = chosen("cifar10-cpu", SINGLE, "MC dropout", "packed ensemble", DEEP, TOGETHER, SEQUENTIAL)
+    single, packed, split = (rows_of("cifar10-cpu")[name] for name in (SINGLE, "packed ensemble", TOGETHER))
+    says = "Accuracy of single members by method"
+    axis = "mean accuracy of the members alone, %, higher is better"
+    picture = dots("members", says, "mean_member_accuracy", {"CIFAR10": rows}, axis, 100)
+    lost = single.mean("accuracy") - split.mean("mean_member_accuracy")
+    return claim(
+        f"A member with a fifth of the weights is {100 * lost:.1f} points behind a whole network",
+        picture,
+        says,
+        f"Members of the split network are right for {split.cell('mean_member_accuracy', 1, 100)} % of the images, "
+        f"and a network of the same shape for {single.cell('accuracy', 1, 100)} %.",
+        f"Members of a packed ensemble of the same size have {packed.cell('mean_member_accuracy', 1, 100)} % "
+        f"({seeds(single, packed, split)}).",
+    )
+
+
+def equal_training() -> str:
+    """The deep ensemble with more epochs."""
+    (row,) = [one for one in rows_in("table3-cifar10-cpu") if one["name"] == "deep-ensemble, 2.1 x epochs"]
+    longer = Row("deep ensemble, 2.1 x epochs", tuple(row["seeds"]), row["metrics"], {})
+    shown = [longer, *chosen("cifar10-cpu", DEEP, TOGETHER, "split, together, 3 x epochs", SEQUENTIAL)]
+    best = min((one for one in shown if one.name.startswith("split")), key=lambda one: one.mean("nll"))
+    says = "NLL of a deep ensemble that trains longer"
+    picture = dots("equal-training", says, "nll", {"CIFAR10": shown}, "NLL, lower is better")
+    word = "is ahead" if longer.mean("nll") < best.mean("nll") else "is not ahead"
+    return claim(
+        f"At equal training, the deep ensemble {word}",
+        picture,
+        says,
+        f"With 2.1 times the epochs a deep ensemble has {longer.cell('accuracy', 1, 100)} % and NLL "
+        f"{longer.cell('nll')}; "
+        f"the best split network has {best.cell('accuracy', 1, 100)} % and {best.cell('nll')}.",
+        f"That is five files, and twice the training of the deep ensemble above ({seeds(longer, best)}).",
+    )
+
+
+def calibration() -> str:
+    """ECE before a temperature."""
+    rows = chosen("cifar10-cpu", SINGLE, DEEP, TOGETHER, SEQUENTIAL)
+    deep, split = rows_of("cifar10-cpu")[DEEP], rows_of("cifar10-cpu")[SEQUENTIAL]
+    together = rows_of("cifar10-cpu")[TOGETHER]
+    says = "Calibration error by method"
+    picture = dots("calibration", says, "ece", {"CIFAR10, without a temperature": rows}, "ECE, lower is better")
+    words = {-1: "lower", 0: "no lower", 1: "higher"}
+    return claim(
+        f"Its calibration error is {words[verdict(split, deep, 'ece')]} than a deep ensemble's",
+        picture,
+        says,
+        f"The ECE of a deep ensemble is {deep.cell('ece', 4)}; that of the split network is "
+        f"{together.cell('ece', 4)} if trained together, and {split.cell('ece', 4)} one by one "
+        f"({seeds(deep, split, together)}).",
+        f"With a temperature from held-out data the three have {deep.cell('calibrated_ece', 4)}, "
+        f"{together.cell('calibrated_ece', 4)} and {split.cell('calibrated_ece', 4)}.",
+    )
+
+
+def shift() -> str:
+    """Corrupted images."""
+    text = (DOCS / "trust.md").read_text().partition("## Under shift")[2].partition("\n## ")[0]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    head, table = lines[0], {line[0]: line for line in lines[2:]}
+    worst = head.index("severity 5")
+    split, deep = (float(table[name][worst]) for name in ("orthogonal-dropout", "deep-ensemble"))
+    return claim(
+        f"Under shift it is {'less' if split < deep else 'not less'} accurate",
+        "results/trust-shift.svg",
+        "Accuracy and ECE against the severity of corruptions",
+        f"At the highest severity of eleven corruptions, the deep ensemble is right for {deep} % of the images "
+        f"and the split network for {split} % (CIFAR10, one seed, one by one).",
+        "[Calibration and shift](trust.md) has all severities and data from elsewhere.",
+    )
+
+
+def small() -> str:
+    """A network without capacity to spare."""
+    rows = chosen("digits", SINGLE, "packed ensemble", DEEP, TOGETHER, SEQUENTIAL)
+    deep = rows_of("digits")[DEEP]
+    split = split_of("digits")
+    assert split
+    says = "NLL of a small perceptron on digits"
+    picture = dots(
+        "small", says, "nll", {"digits, a perceptron of two layers": rows}, "NLL of 450 test images, lower is better"
+    )
+    counts = {row["name"]: row["metrics"]["nll"]["mean"] for row in rows_in("figure2-digits")}
+    five, ten = (counts[f"orthogonal-dropout {count}"] for count in (5, 10))
+    word = {-1: "ahead", 0: "only level", 1: "behind"}[verdict(split, deep, "nll")]
+    return claim(
+        f"With a small network it is {word}",
+        picture,
+        says,
+        f"On digits the split perceptron has NLL {split.cell('nll')}, a deep ensemble {deep.cell('nll')} "
+        f"({seeds(deep, split)}).",
+        f"Five members of the paper's form have {five:.3f}, and ten have {ten:.3f} ([digits](evidence/digits.md)): "
+        "a tenth of this network is too small.",
+    )
+
+
+def pretrained() -> str:
+    """Ensembles from one pre-trained network: the table of its own script."""
+    path = RESULTS / "pretrained.md"
+    return f"### A pre-trained text encoder\n\n{path.read_text()}" if path.is_file() else ""
+
+
+def table(recipe: str) -> str:
+    """Return the table of a data set."""
+    rows = list(rows_of(recipe).values())
+    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    lines += [
+        (
+            row.name,
+            row.cell("accuracy", 1, 100),
+            row.cell("nll"),
+            row.cell("ece"),
+            row.cost("file"),
+            row.cost("training"),
+        )
+        for row in rows
+    ]
+    return f"### {SETS[recipe]}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+CLAIMS = (quality, costs, elsewhere, abstaining, members)
+LOSSES = (equal_training, calibration, shift, small)
+
+
+def generated() -> dict[str, str]:
+    """Return what the marks of the results page stand for; draw its pictures."""
+    rows_of.cache_clear()
+    return {
+        "claims": "\n".join(f"{make()}" for make in CLAIMS),
+        "losses": "\n".join(make() for make in LOSSES),
+        "sets": "\n".join([*(table(recipe) for recipe in SETS if rows_of(recipe)), *filter(None, [pretrained()])]),
+    }
