@@ -12,6 +12,7 @@ import networks
 import plures
 from networks import CLASSES, images, labels
 from plures import DeepEnsemble, PluresError
+from plures.stage import Step
 from plures.tensors import own_tensors
 
 
@@ -151,7 +152,7 @@ def test_a_fixed_classifier_is_the_networks_and_stays():
         state = ensemble.checkout(member).state_dict()
         assert torch.equal(state["classifier.weight"], network.classifier.weight)
         assert torch.equal(state["classifier.bias"], network.classifier.bias)
-    stage = DeepEnsemble(network, 2, classifier="fixed").open(plures.Step("train", 0, False))
+    stage = DeepEnsemble(network, 2, classifier="fixed").open(Step("train", 0, False))
     frozen = {name for name, parameter in stage.network.named_parameters() if not parameter.requires_grad}
     assert frozen == {"classifier.weight", "classifier.bias"}
     trainable = {id(p) for group in stage.parameter_groups(0.1) for p in group["params"]}
@@ -245,7 +246,7 @@ def test_wrong_order_of_calls_is_refused():
     with pytest.raises(PluresError, match="cannot be opened"):
         ensemble.open(ensemble.plan()[0])
     with pytest.raises(PluresError, match="cannot be opened"):
-        ensemble.open(plures.Step("finetune", 1, False))
+        ensemble.open(Step("finetune", 1, False))
 
 
 def test_deterministic_is_the_network_itself():

@@ -30,17 +30,25 @@ def network() -> nn.Module:
 
 OPTIONS: dict[str, dict[str, Any]] = {"MCDropout": {"passes": 3}, "Deterministic": {}}
 KINDS = [*((name, OPTIONS.get(name, {"members": 2})) for name in METHODS)]
-KINDS.append(("OrthogonalDropout", {"members": 2, "schedule": "together"}))
+KINDS += [("OrthogonalDropout", {"members": 2, "schedule": "together"}), ("split", {}), ("adapt", {})]
 
 
 @pytest.mark.parametrize(("method", "options"), KINDS)
-def test_three_lines_for_every_method(method: str, options: dict[str, Any]) -> None:
-    ensemble = getattr(plures, method)(network(), **options)
-    assert "not trained: call fit" in repr(ensemble)
+def test_three_lines_for_every_method(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    given = network()
+    if method == "adapt":
+        given = plures.Deterministic(given).fit(loader(slice(1000)), epochs=13, progress=False).checkout(0)
+    ensemble = getattr(plures, method)(given, **options)
+    assert "not trained: call fit, or loop over stages()" in repr(ensemble)
     ensemble.fit(loader(slice(1000)), epochs=13, validation=loader(slice(1000, 1300)), progress=False)
     inputs, labels = digits(slice(1300, None))
-    assert (ensemble.predict(inputs).label == labels).float().mean() > 0.7
-    assert ensemble.calibration is not None
+    prediction = ensemble.predict(inputs)
+    assert (prediction.label == labels).float().mean() > 0.7
+    assert prediction.sets(coverage=0.9).shape == (len(inputs), 10)
+    assert prediction.confidence.shape == prediction.epistemic.shape == labels.shape
+    ensemble.save(tmp_path / "digits.safetensors")
+    again = plures.load(tmp_path / "digits.safetensors", given)
+    assert again.predict(inputs).members.equal(prediction.members)
 
 
 def made() -> plures.Ensemble:

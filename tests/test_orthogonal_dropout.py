@@ -16,6 +16,7 @@ import plures
 from dear import few
 from plures import OrthogonalDropout, PluresError
 from plures.calling import logits_of
+from plures.stage import Step
 
 
 def train(stage: plures.Stage, inputs, targets, optimizer=None, clip: float | None = None, steps: int = 3) -> None:
@@ -521,7 +522,7 @@ def test_a_stage_from_before_a_discard_is_out_of_date() -> None:
     with pytest.raises(PluresError, match="out of date"):
         old.commit()
     with pytest.raises(PluresError, match="out of date"):
-        ensemble.open(plures.Step("banana", 0, False))
+        ensemble.open(Step("banana", 0, False))
 
 
 def test_owners_from_a_state_dict_are_checked() -> None:

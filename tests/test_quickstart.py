@@ -63,7 +63,7 @@ def test_the_quickstart_is_as_good_as_the_plain_network(digits, tmp_path, monkey
     assert split_nll(digits) < 1.05 * plain_nll(digits)
     network = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     save_file(network.state_dict(), "plain.safetensors")
-    said = re.search(r"plures\.save\(.*# ([\d.]+) x this small network", README.read_text())
+    said = re.search(r"ensemble\.save\(.*# ([\d.]+) x this small network", README.read_text())
     assert said
     growth = Path("digits.safetensors").stat().st_size / Path("plain.safetensors").stat().st_size
     assert growth == pytest.approx(float(said[1]), abs=0.05)

@@ -1,9 +1,9 @@
 """Split one PyTorch model into an ensemble of subnetworks: calibrated uncertainty at the size of one model.
 
-    ensemble = plures.OrthogonalDropout(network, members=5)
+    ensemble = plures.split(network, members=5)
     ensemble.fit(loader, epochs=60)  # or your own loop over ensemble.stages()
     prediction = ensemble.predict(images)
-    plures.save(ensemble, "birds.safetensors")
+    ensemble.save("birds.safetensors")
 
 Names are loaded on first use, so that the command line can answer `--help` without importing torch.
 """
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from plures.methods.mimo import MIMO
     from plures.methods.orthogonal_dropout.doors import adapt, split
     from plures.methods.orthogonal_dropout.engines.engine import Engine
-    from plures.methods.orthogonal_dropout.masks import Keep, TopK
     from plures.methods.orthogonal_dropout.method import OrthogonalDropout
-    from plures.methods.orthogonal_dropout.owners import Partition
     from plures.methods.orthogonal_dropout.roles import Role, roles
     from plures.methods.packed_ensemble import PackedEnsemble
-    from plures.stage import Stage, Step
+    from plures.stage import Stage
     from plures.storage import load, save
 
 _NAMES = {
@@ -47,10 +45,8 @@ _NAMES = {
     "plures.losses": ("CrossEntropy", "GaussianNLL"),
     "plures.methods.orthogonal_dropout.doors": ("adapt", "split"),
     "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
-    "plures.methods.orthogonal_dropout.masks": ("Keep", "TopK"),
-    "plures.methods.orthogonal_dropout.owners": ("Partition",),
     "plures.methods.orthogonal_dropout.roles": ("Role", "roles"),
-    "plures.stage": ("Stage", "Step"),
+    "plures.stage": ("Stage",),
     "plures.storage": ("load", "save"),
 }
 _HOMES = METHODS | {name: home for home, names in _NAMES.items() for name in names}
@@ -65,19 +61,15 @@ __all__ = [
     "Ensemble",
     "Exported",
     "GaussianNLL",
-    "Keep",
     "MCDropout",
     "Masksembles",
     "OrthogonalDropout",
     "PackedEnsemble",
-    "Partition",
     "PluresError",
     "Prediction",
     "Regression",
     "Role",
     "Stage",
-    "Step",
-    "TopK",
     "__version__",
     "adapt",
     "export",

@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -108,6 +109,15 @@ class Ensemble(Trainable, ABC):
         if kind is not None:
             raise PluresError(f"{type(self).__name__} has no engines: leave out kind={kind!r}")
         return self
+
+    def save(self, path: str | Path, *, dtype: torch.dtype | None = None, base: bool = False) -> None:
+        """Write the ensemble to a file; `plures.save` explains the options.
+
+        ensemble.save("birds.safetensors")
+        """
+        from plures.storage import save  # which imports this module
+
+        save(self, path, dtype=dtype, base=base)
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file.
