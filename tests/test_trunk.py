@@ -13,6 +13,7 @@ import plures
 from networks import images
 from plures.exporting.program import program_of
 from plures.native.library import why_unavailable
+from plures.trunk import Trunk, apart
 
 CALLS: list[str] = []  # not in the modules: one that keeps a state runs as always
 
@@ -349,3 +350,34 @@ def test_a_switch_that_a_parent_sets_reaches_a_shared_module() -> None:
     with torch.no_grad():
         for batch in (torch.zeros(8, 16), *torch.randn(20, 8, 16)):  # all agree on the first
             torch.testing.assert_close(ensemble(batch), torch.stack([member(batch) for member in members]))
+
+
+@pytest.mark.parametrize(
+    "between", [nn.ReLU, nn.Dropout, InPlace, View, Twice, Counting, Parts], ids=lambda one: one.__name__
+)
+def test_in_training_the_trunk_runs_once_for_all_members_and_without_a_graph(between) -> None:
+    """Members start alike: their logits are equal in eval mode, and in training mode if the trunk drops the same."""
+    ensemble = plures.adapt(Network(between()), 3, last="own", share=0.1, schedule="together")
+    stage = next(ensemble.stages())
+    expected = ensemble.network.requires_grad_(False)(images())
+    stage(images(), torch.zeros(6, dtype=torch.int64)).backward()
+    CALLS.clear()
+    logits = stage.logits(images())
+    assert len(CALLS) == 2, "of each layer of the trunk one"
+    assert torch.equal(logits, logits[:1].expand(3, -1, -1))
+    assert torch.equal(stage.logits(images()), logits) is (between is not nn.Dropout)
+    assert between is nn.Dropout or torch.equal(logits[0], expected)
+    assert not any(one.requires_grad for one in stage.network.network.second.parameters())
+
+
+def test_in_training_gradients_are_those_without_a_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> list[Tensor]:
+        stage = next(plures.adapt(Network(), 3, last="own", share=0.1, schedule="together").stages())
+        for _ in range(2):
+            stage(images(), torch.zeros(6, dtype=torch.int64)).backward()
+        return [one.grad for one in stage.parameters() if one.requires_grad]
+
+    found = gradients()
+    monkeypatch.setattr(Trunk, "trained", lambda self, batch, members: apart([batch], members))
+    for one, expected in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(one, expected)

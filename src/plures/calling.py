@@ -1,6 +1,6 @@
 """How a network is called: its arguments, in chunks, by several threads, and the logits that it returns."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -123,13 +123,23 @@ class Lender(Generic[Structure]):
     def __init__(self) -> None:
         self._idle: list[tuple[object, Structure]] = []  # with the state of the modules when they were made
 
-    def lend(self, owner: nn.Module, make: Callable[[], Structure], run: Callable[[Structure], Result]) -> Result:
-        """Run a function on a structure that no other call uses at the same time; make one if all are in use."""
+    def lend(
+        self,
+        owner: nn.Module,
+        make: Callable[[], Structure],
+        run: Callable[[Structure], Result],
+        held: Sequence[Tensor | None] | None = None,
+    ) -> Result:
+        """Run a function on a structure that no other call uses at the same time; make one if all are in use.
+
+        A structure is made anew if one of the tensors `held` has changed, by default all those of the owner.
+        """
         # Hooks that the user has put on the modules since, or removed, must hold for the structure, too. It may have
         # the tensors themselves, and know which buffers are equal.
         modules = list(owner.modules())
         now: list[tuple[Any, ...]] = [(*one._forward_pre_hooks, *one._forward_hooks, one.training) for one in modules]
-        held = [tensor for one in modules for tensor in (*one._parameters.values(), *one._buffers.values())]
+        if held is None:
+            held = [tensor for one in modules for tensor in (*one._parameters.values(), *one._buffers.values())]
         now += [(id(tensor), None if tensor is None or tensor.is_inference() else tensor._version) for tensor in held]
         try:
             known, lent = self._idle.pop()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -31,13 +32,22 @@ class Trunk:
     or equal ones. The first two samples of the first batch show which modules do. If they change their inputs or keep a
     state, or if the outputs of members differ from those without a trunk, they run as always. So does everything if
     the user has put hooks on it, other than the `hooks` in which members differ.
+
+    Members that train together share what needs no gradient, in training mode too: dropout there is drawn once.
     """
 
-    def __init__(self, networks: Iterable[nn.Module], differing: Container[str], hooks: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        networks: Iterable[nn.Module],
+        differing: Container[str],
+        hooks: Sequence[Any] = (),
+        *,
+        training: bool = False,
+    ) -> None:
         self.networks = tuple(networks)
         self.share = 0.0  # of the parameters, those in modules that run once
         self.known = False  # whether a batch has shown which modules run once
-        self.active = {path for network in self.networks for path in _put_on(self, network, differing, hooks)}
+        self.active = {path for network in self.networks for path in _put_on(self, network, differing, hooks, training)}
         self.cloned: set[str] = set()  # what they return is changed in place by what follows
         self.records: dict[tuple[str, int], Record] | None = None  # while a batch runs
         self.calls: Counter[str] = Counter()  # of each module by the running member
@@ -57,6 +67,25 @@ class Trunk:
             self._learn(batches[0], members)
             return self.outputs(batches, members)
         return torch.cat([self._once(batch, members) for batch in batches], dim=1)
+
+    def trained(self, batch: Any, members: Sequence[Callable[[], Run]]) -> Tensor:
+        """Return the logits of members that train on a batch; modules that run once are found in eval mode."""
+        if torch.compiler.is_dynamo_compiling() or not self.active:
+            return apart([batch], members)
+        if not self.known:
+            modes = [(one, one.training) for network in self.networks for one in network.modules()]
+            dropouts = {path for path, one in self.networks[0].named_modules() if isinstance(one, _DropoutNd)}
+            dropouts &= self.active  # in eval mode they do nothing
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    for network in self.networks:
+                        network.eval()
+                    self._learn(batch, members)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+            self.active |= dropouts if self.active else set()
+        return self._once(batch, members)
 
     def _once(self, batch: Any, members: Sequence[Callable[[], Run]]) -> Tensor:
         given = copied(batch)
@@ -153,7 +182,8 @@ class Once:
     """Stand for the `forward` of a module in the trunk."""
 
     def __init__(self, trunk: Trunk, path: str, module: nn.Module) -> None:
-        self.trunk, self.path, self.module, self.forward = trunk, path, module, module.forward
+        self.trunk, self.path, self.forward = trunk, path, module.forward
+        self.modules = list(module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, or has returned to an earlier member."""
@@ -166,7 +196,7 @@ class Once:
         record = trunk.records.get(key)
         if record is None:
             return self._record(key, given, spec, args, kwargs)
-        if not record.fits(given, spec, _plain(self.module)):
+        if not record.fits(given, spec, _plain(self.modules)):
             return self.forward(*args, **kwargs)
         trunk.hits.add(self.path)
         if list(map(_version, record.made)) != record.versions[1]:
@@ -175,7 +205,7 @@ class Once:
         return tree_unflatten(self._handed_out(record.made), record.specs[1])
 
     def _record(self, key: tuple[str, int], given: list[Any], spec: TreeSpec, args: Any, kwargs: Any) -> Any:
-        trunk, before, state = self.trunk, list(map(_version, given)), _state(self.module)
+        trunk, before, state = self.trunk, list(map(_version, given)), _state(self.modules)
         trunk.seen.add(self.path)
         trunk.inside = True
         try:
@@ -187,13 +217,14 @@ class Once:
         safe = (
             all(isinstance(one, (Tensor, *PLAIN)) for one in (*given, *made))
             and before == list(map(_version, given))
-            and state == _state(self.module)
+            and state == _state(self.modules)
             and not any(isinstance(one, Tensor) and one.untyped_storage()._cdata in storages for one in made)
+            and not (torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in made))
         )
         if safe and trunk.records is not None:
             made = self._handed_out(made)
             versions = before, list(map(_version, made))
-            trunk.records[key] = Record(given, made, versions, (spec, made_spec), _plain(self.module))
+            trunk.records[key] = Record(given, made, versions, (spec, made_spec), _plain(self.modules))
         return output
 
     def _handed_out(self, made: list[Any]) -> list[Any]:
@@ -201,7 +232,9 @@ class Once:
         return [one.clone() if cloned and isinstance(one, Tensor) else one for one in made]
 
 
-def _put_on(trunk: Trunk, network: nn.Module, differing: Container[str], hooks: Sequence[Any]) -> set[str]:
+def _put_on(
+    trunk: Trunk, network: nn.Module, differing: Container[str], hooks: Sequence[Any], training: bool
+) -> set[str]:
     """Let the modules of a network that may run once know their trunk; return their paths."""
     found, worth = {}, False  # a module without tensors takes hardly longer than to compare its inputs
     for path, module in network.named_modules():
@@ -209,7 +242,7 @@ def _put_on(trunk: Trunk, network: nn.Module, differing: Container[str], hooks: 
             *module.named_parameters(path, remove_duplicate=False),
             *module.named_buffers(path, remove_duplicate=False),
         )
-        usual = not any(one.training or has_hooks(one) for one in module.modules())
+        usual = not any((one.training and not training) or has_hooks(one) for one in module.modules())
         if usual and not any(name in differing for name, _ in named) and not isinstance(module, torch.jit.ScriptModule):
             found[path] = module
             worth = worth or bool(named)
@@ -222,15 +255,15 @@ def _put_on(trunk: Trunk, network: nn.Module, differing: Container[str], hooks: 
     return set(found)
 
 
-def _state(module: nn.Module) -> list[int]:
+def _state(modules: Sequence[nn.Module]) -> list[int]:
     """Identify the attributes and buffers of a module and those inside it, and count the changes of the buffers."""
-    held = [id(value) for one in module.modules() for value in (*vars(one).values(), *one._buffers.values())]
-    return [*held, *map(_version, module.buffers())]
+    buffers = [buffer for one in modules for buffer in one._buffers.values()]
+    return [*(id(value) for one in modules for value in vars(one).values()), *map(id, buffers), *map(_version, buffers)]
 
 
-def _plain(module: nn.Module) -> list[Any]:
+def _plain(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the numbers and words that a module and those inside it hold: a parent may set them."""
-    return [value for one in module.modules() for value in vars(one).values() if isinstance(value, PLAIN)]
+    return [value for one in modules for value in vars(one).values() if isinstance(value, PLAIN)]
 
 
 def _version(value: Any) -> int:

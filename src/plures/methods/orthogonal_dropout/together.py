@@ -4,25 +4,28 @@ No two members share a weight, so each weight gets the gradient that it would ge
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, call_with, copied, logits_of
+from plures.calling import Arguments, Lender, call_with, copied, logits_of
 from plures.methods.building import TogetherStage
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.owners import Private, SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.methods.orthogonal_dropout.sequential import settled
 from plures.stage import Stage, other_start, refuse_other_shared
-from plures.tensors import own_tensors, places, tensors
+from plures.tensors import own_tensors, places, shell, tensors
+from plures.trunk import Run, Trunk
 
 
 class Members(nn.Module):
     """Run all members of a split network on the same batch, with gradients.
 
-    `network` has every split weight once, `private` a row for each member of every private tensor.
+    `network` has every split weight once, `private` a row for each member of every private tensor. What comes before
+    the first tensor that differs between members runs once for all of them.
     """
 
     def __init__(self, split: SplitNetwork, network: nn.Module, private: Private) -> None:
@@ -36,6 +39,8 @@ class Members(nn.Module):
             self.register_buffer(self._given[name], value.clone(), persistent=False)
         self.members = split.members
         self._places = places(network)
+        self._shared = [place for place, first in self._places.items() if split.roles[first] is Role.SHARED]
+        self._lender: Lender[Trunk] = Lender()
         for name, tensor in tensors(network).items():
             if split.roles[name] is not Role.SPLIT:
                 tensor.requires_grad_(False)  # shared, or in the place of private rows
@@ -70,9 +75,13 @@ class Members(nn.Module):
         stack = self.private.stack(self._places[name])
         if stack is not None:
             return stack
-        path, _, attribute = name.rpartition(".")
-        shared: Tensor = getattr(self.network.get_submodule(path), attribute)
+        shared = self._at(name)
         return shared.expand(self.members, *shared.shape)
+
+    def _at(self, place: str) -> Tensor:
+        path, _, attribute = place.rpartition(".")
+        found: Tensor = getattr(self.network.get_submodule(path), attribute)
+        return found
 
     def kernels(self, name: str) -> Tensor | None:
         """Return the kernels of a split weight that each member has, [members, outputs, inputs]; None if only parts."""
@@ -105,10 +114,22 @@ class Members(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all members, [members, batch, classes]."""
         inputs = Arguments(args, kwargs)
-        outputs = [
-            call_with(self.network, self.member(member), self._places, copied(inputs)) for member in range(self.members)
-        ]
-        return torch.stack(list(map(logits_of, outputs)))
+        if not self._shared or torch.compiler.is_compiling():
+            return torch.stack([self._ready(self.network, member)(copied(inputs)) for member in range(self.members)])
+
+        differing = self._places.keys() - set(self._shared)
+        return self._lender.lend(
+            self,
+            lambda: Trunk([shell(self.network)], differing, training=True),
+            lambda trunk: trunk.trained(
+                inputs, [partial(self._ready, trunk.networks[0], member) for member in range(self.members)]
+            ),
+            list(map(self._at, self._shared)),
+        )
+
+    def _ready(self, network: nn.Module, member: int) -> Run:
+        values = self.member(member)
+        return lambda batch: logits_of(call_with(network, values, self._places, batch))
 
 
 class MembersStage(TogetherStage):
