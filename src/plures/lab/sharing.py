@@ -6,7 +6,7 @@ Only safetensors and JSON files are read.
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,8 +27,7 @@ from plures.version import __version__
 
 ENSEMBLE, CONFIG, METRICS = "ensemble.safetensors", "config.json", "metrics.json"
 READ = (ENSEMBLE, CONFIG, METRICS)
-# Files that may hold pickled Python objects. They are never read here, but somebody else might load them.
-PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".keras"}
+UNREACHABLE = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError)
 
 
 def push_to_hub(
@@ -56,13 +55,21 @@ def push_to_hub(
             save(ensemble, folder / ENSEMBLE)
         else:
             run = open_run(Path(source), trust_code=trust_code)
-            ensemble = run.ensemble
-            for name in READ:
-                if (run.path / name).is_file():
-                    shutil.copyfile(run.path / name, folder / name)
-            metrics = RunFolder(run.path).metrics() if (run.path / METRICS).is_file() else None
+            ensemble, kept = run.ensemble, [name for name in READ if (run.path / name).is_file()]
+            for name in kept:
+                shutil.copyfile(run.path / name, folder / name)
+            metrics = RunFolder(run.path).metrics() if METRICS in kept else None
         (folder / "README.md").write_text(_card(ensemble, target, metrics, run))
-        return _publish(folder, target, private)
+        if _is_folder(target):
+            for file in sorted(folder.iterdir()):
+                files.write(Path(target) / file.name, file.read_bytes())
+            return str(Path(target))
+        try:
+            name = huggingface_hub.create_repo(str(target), private=private, exist_ok=True).repo_id
+            huggingface_hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Publish by plures")
+        except UNREACHABLE as error:
+            raise PluresError(f"cannot publish {target}: {str(error).splitlines()[0]}") from error
+        return name
 
 
 def from_hub(
@@ -78,12 +85,11 @@ def from_hub(
         ensemble = plures.from_hub("shared/birds", network)
 
     A published run with a built-in network needs no `network`; for others pass it, as to `plures.load`. Code that a
-    run names is imported only with `trust_code`. A folder that contains a pickle is refused.
+    run names is imported only with `trust_code`. Other files of the place are not read.
     """
     folder = Path(source) if _is_folder(source) else _downloaded(str(source), revision)
     if not files.is_file(folder / ENSEMBLE):
         raise PluresError(f"{source} has no {ENSEMBLE}: it was not published by plures.push_to_hub")
-    _refuse_pickles(str(source), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
     if network is not None:
         return load(folder / ENSEMBLE, network)
     if not (folder / CONFIG).is_file():
@@ -91,35 +97,12 @@ def from_hub(
     return open_run(folder, trust_code=trust_code).ensemble
 
 
-def _publish(folder: Path, target: str | Path, private: bool) -> str:
-    if _is_folder(target):
-        place = Path(target)
-        for file in sorted(folder.iterdir()):
-            files.write(place / file.name, file.read_bytes())
-        return str(place)
-    try:
-        api = huggingface_hub.HfApi()
-        name = api.create_repo(str(target), private=private, exist_ok=True).repo_id
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Publish by plures")
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise PluresError(f"cannot publish {target}: {str(error).splitlines()[0]}") from error
-    return name
-
-
 def _downloaded(name: str, revision: str | None) -> Path:
     try:
-        listed = huggingface_hub.HfApi().list_repo_files(name, revision=revision)
-        _refuse_pickles(name, listed)
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(READ)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except UNREACHABLE as error:
         reason = str(error).strip().splitlines()[0]
         raise PluresError(f"cannot read {name} from the hub, and there is no folder of this name: {reason}") from error
-
-
-def _refuse_pickles(source: str, names: list[str]) -> None:
-    found = [name for name in names if PurePosixPath(name.replace(os.sep, "/")).suffix.lower() in PICKLES]
-    if found:
-        raise PluresError(f"{source} contains {found[0]}, which may be a pickle and could run code: it is refused")
 
 
 def _is_folder(place: str | Path) -> bool:
