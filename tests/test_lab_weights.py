@@ -48,6 +48,8 @@ def test_weights_that_do_not_fit_are_refused(single: Path, tmp_path: Path, capsy
         return capsys.readouterr().err
 
     assert "1.weight: [32, 64] in the file, [48, 64] in the network" in refused(single, "--width", "48")
+    save_file({"0": torch.zeros(1)}, tmp_path / "other.safetensors")
+    assert "of another network" in refused(tmp_path / "other.safetensors")
     assert "cannot be read" in refused(tmp_path / "nothing.safetensors")
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04N.")
     assert "cannot be read" in refused(tmp_path / "pickle.pt")

@@ -85,14 +85,16 @@ class Recipe:
     weights: str | None = None  # initial weights: a deterministic run or a safetensors file; None: random
 
     members: AtLeastOne = 5  # members of the ensemble
+    together: bool | None = None  # train all members in one stage, as plures.split does; None: as the method does
     epochs: Epochs = field(default_factory=Epochs)  # by phase; a method uses the phases that it has
+    least_steps: AtLeastOne | None = None  # of the longest stage: with few images there are more epochs
     batch_size: Annotated[int, Meta(ge=1, le=1 << 24)] = 128  # images per step, over all processes
     optimizer: Literal["sgd", "adamw"] = "sgd"  # the optimizer
     learning_rate: Positive = 0.1  # the highest rate of the schedule
     momentum: BelowOne = 0.9  # momentum of sgd
     nesterov: bool = False  # use Nesterov momentum
     weight_decay: NotNegative = 1e-4  # the factor of weight decay
-    schedule: Literal["step", "cosine", "one-cycle"] = "step"  # of the learning rate; it restarts in every stage
+    schedule: Literal["step", "cosine"] = "step"  # of the learning rate; it restarts in every stage
     milestones: tuple[Inside, ...] = (0.5, 0.75)  # fractions of a stage at which "step" multiplies the rate by gamma
     gamma: Positive = 0.1  # factor of the rate at a milestone
     warmup: NotNegative = 0.0  # epochs at the start of every stage in which the rate rises from zero
@@ -124,6 +126,15 @@ class Recipe:
         longer = 1 if wide else LONGER.get(method, 1)
         members = (WIDE_MEMBERS if wide else MEMBERS).get(method, self.members)
         return replace(self, epochs=self.epochs.times(longer), members=members)
+
+    def epochs_for(self, images: int) -> Epochs:
+        """Return the epochs for a number of training images: more if there would be fewer than `least_steps`.
+
+        >>> Recipe(epochs=Epochs(30, 3, 30, 60), batch_size=32, least_steps=600).epochs_for(192).train
+        100
+        """
+        longest = max(asdict(self.epochs).values()) * max(1, images // self.batch_size)
+        return self.epochs.times(max(1.0, (self.least_steps or 0) / max(1, longest)))
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that affects the result as JSON values."""
@@ -290,6 +301,22 @@ RECIPES: dict[str, Recipe] = {
         stem="imagenet",
         epochs=Epochs(pretrain=100, prune=10, finetune=100, train=100),  # 840 images make short epochs
         batch_size=32,  # 27 steps an epoch: 128 would leave seven
+        learning_rate=0.05,  # lower, as the batch is smaller
+        crop=0,  # the larger cache already leaves room
+    ),
+    "images": replace(
+        CIFAR10_CPU,
+        about="your own images at 64 pixels (--data FOLDER), ResNet18 at quarter width: for two cores",
+        data="images",
+        size=64,
+        cache_size=72,  # an eighth of the side to shift
+        limit=None,
+        validation=0.1,
+        stem="imagenet",
+        together=True,
+        epochs=Epochs(pretrain=30, prune=3, finetune=30, train=60),
+        least_steps=600,  # as many as 5,000 images need: a few hundred images would end near chance
+        batch_size=32,
         learning_rate=0.05,  # lower, as the batch is smaller
         crop=0,  # the larger cache already leaves room
     ),

@@ -72,12 +72,13 @@ def parse(command: type[Parsed], arguments: Sequence[str], default: Any = tyro.M
 
 def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
     """Parse with the settings of the recipe as defaults; its name is known only after parsing."""
-    recipe = arguments[0] if arguments and not arguments[0].startswith("-") else "digits"
+    usual = "images" if "data" in given(arguments) else "digits"
+    recipe = arguments[0] if arguments and not arguments[0].startswith("-") else usual
     method = dict(pairwise(arguments)).get("--method", command(settings=Settings()).method)
     while True:
-        usual = get_recipe(recipe).for_method(method)
-        shown = Settings(**{one.name: getattr(usual, one.name) for one in fields(usual)})
-        parsed = parse(command, arguments, command(settings=shown, method=method))
+        known = get_recipe(recipe).for_method(method)
+        shown = Settings(**{one.name: getattr(known, one.name) for one in fields(known)})
+        parsed = parse(command, arguments, command(settings=shown, method=method, recipe=usual))
         if (parsed.recipe, parsed.method) == (recipe, method):
             return replace(parsed, given=given(arguments))
         recipe, method = parsed.recipe, parsed.method

@@ -4,7 +4,6 @@ A network or method given as module:name is imported, which runs it. The folder 
 on request only.
 """
 
-import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from plures.errors import PluresError
 from plures.exporting.exported import Exported, export
 from plures.files import is_file
 from plures.lab.data import Data, DataInfo, open_data
+from plures.lab.data.images import ordinary
 from plures.lab.data.sources import expanded, local_path
 from plures.lab.method_names import is_code, method_class, method_options, takes
 from plures.lab.models import build
@@ -61,25 +61,19 @@ def with_weights(network: nn.Module, source: str) -> nn.Module:
         config = run.config()
         if not run.finished:
             raise unfinished(config, path)
-        trained = load(run.ensemble, network) if config["method"] == Deterministic.__name__ else None
+        trained = load(run.ensemble, network)
         if not isinstance(trained, Deterministic):
             raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
         return trained.checkout(0)
     try:
-        if not is_file(path):  # a pipe would keep us waiting
-            raise FileNotFoundError(errno.ENOENT, "there is no such file")
-        stored = load_file(path)
-    except (OSError, SafetensorError) as error:
+        network.load_state_dict(load_file(ordinary(path)))  # a pipe would keep us waiting
+    except (PluresError, OSError, SafetensorError) as error:
         why = f"the weights {source} cannot be read ({error})"
         raise PluresError(f"{why}: give a run of one network, or a safetensors file") from error
-    here, there = ({name: list(one.shape) for name, one in part.items()} for part in (network.state_dict(), stored))
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            raise PluresError(
-                f"the weights in {source} are of another network: {name!r} has the shape {there.get(name)} there "
-                f"and {here.get(name)} here (None: it is missing); give its --model and --width"
-            )
-    network.load_state_dict(stored)
+    except RuntimeError as error:
+        _, *differing = str(error).splitlines()
+        why = f"the weights in {source} are of another network ({' '.join(differing[:1]).strip().rstrip('.')})"
+        raise PluresError(f"{why}: give its --model and --width") from error
     return network
 
 
@@ -95,6 +89,8 @@ def ensemble_for(
     given = {name: value for name in ("members", "seed") if takes(chosen, name) for value in [getattr(recipe, name)]}
     if recipe.weights is not None and takes(chosen, "init"):
         given["init"] = "given"
+    if recipe.together is not None and takes(chosen, "schedule"):
+        given["schedule"] = "together" if recipe.together else "sequential"
     given |= method_options(chosen, settings)
     if begun is not None and begun.begun:
         config = begun.config()

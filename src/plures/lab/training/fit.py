@@ -80,7 +80,8 @@ def fit(
                     "the processes start from different ensembles: call torch.manual_seed with one number before "
                     "making the network"
                 )
-        epochs = {step.name: recipe.epochs.of(step.phase) for step in ensemble.plan()}
+        longer = recipe.epochs_for(len(data.train))
+        epochs = {step.name: longer.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet or not processes.main))
         _warn_of_few_steps(data, recipe)
         _Run(ensemble, data, recipe, folder, processes, display).train(finish)

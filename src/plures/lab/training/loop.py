@@ -31,7 +31,7 @@ class RecipeLoop(StageLoop):
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
         count = steps(data.train, self.batch_size, drop_last=self.drop_last, world=processes.world)
-        epochs = recipe.epochs.of(step.phase)
+        epochs = recipe.epochs_for(len(data.train)).of(step.phase)
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
         stage = ensemble.open(step).to(device)
         loss = smoothed(stage.loss, recipe.label_smoothing)
@@ -120,12 +120,6 @@ def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, nesterov=recipe.nesterov)
 
 
-# One-cycle as in fast training practice (Smith and Topin, 2019): rise for 30 % of the stage, then fall below the start.
-RISE = 0.3
-START = 1 / 25
-END = START / 1e4
-
-
 def rate_factor(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -> float:
     """Return the share of the highest learning rate in one step, counted from 0, of a stage of `steps` steps.
 
@@ -142,13 +136,4 @@ def _factor(recipe: Recipe, progress: float) -> float:
     if recipe.schedule == "step":
         # The small sum keeps 0.3 * 10 steps from being passed at step 3.0000000000000004 only.
         return recipe.gamma ** sum(progress + 1e-9 >= milestone for milestone in recipe.milestones)
-    if recipe.schedule == "cosine":
-        return _blend(1.0, 0.0, progress)
-    if progress < RISE:
-        return _blend(START, 1.0, progress / RISE)
-    return _blend(1.0, END, (progress - RISE) / (1 - RISE))
-
-
-def _blend(start: float, end: float, progress: float) -> float:
-    """Return a value between two others, along half a cosine wave."""
-    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+    return (1 + math.cos(math.pi * progress)) / 2
