@@ -65,7 +65,10 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def colour_run(tmp_path_factory: pytest.TempPathFactory, colours: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "colours"
-    assert main(["train", "--data", str(colours), "--size", "8", "--run", str(folder), *SMALL, "--limit", "60"]) == 0
+    assert (
+        main(["train", "digits", "--data", str(colours), "--size", "8", "--run", str(folder), *SMALL, "--limit", "60"])
+        == 0
+    )
     return folder
 
 
@@ -515,7 +518,20 @@ def test_a_table_without_test_images_is_trained_measured_and_reported(
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     cells = [{"bytes": digit(tmp_path / "one.png", 8 + number % 2).read_bytes()} for number in range(40)]
     parquet.write_table(arrow.table({"image": cells, "label": [number % 2 for number in range(40)]}), name)
-    words = ["train", "--data", name.split("/")[0], "--size", "8", "--run", "run", *SMALL, "--limit", "40", "--json"]
+    words = [
+        "train",
+        "digits",
+        "--data",
+        name.split("/")[0],
+        "--size",
+        "8",
+        "--run",
+        "run",
+        *SMALL,
+        "--limit",
+        "40",
+        "--json",
+    ]
     assert main(words) == 0
     assert "has no test images: 8 of its 40 training images are held out" in caplog.text
     assert json.loads(capsys.readouterr().out)["test"]["images"] == 8
@@ -596,7 +612,10 @@ def test_data_with_a_relative_path_are_found_from_another_directory(
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     words = ["--data", "my colours", "--size", "8", "--limit", "None", "--validation", "4", "--run", "../there/run"]
-    assert main(["train", "--method", "deterministic", "--width", "8", "--epochs.train", "1", *words]) == 0
+    assert (
+        main(["train", "--method", "deterministic", "--model", "mlp", "--width", "8", "--epochs.train", "1", *words])
+        == 0
+    )
     assert "--data 'my colours'" in train_command(RunFolder("../there/run").config(), Path("run"))
     monkeypatch.chdir(tmp_path / "there")
     capsys.readouterr()

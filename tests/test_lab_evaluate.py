@@ -137,8 +137,8 @@ def test_images_that_are_larger_in_the_cache_are_cut_to_their_middle() -> None:
 
 def test_shift_measures_what_each_corruption_does_and_the_same_each_time() -> None:
     own, ensemble = data(count=20), Brightness([0.0, 0.2])
-    rows = evaluate_shift(ensemble, own)
-    assert rows == evaluate_shift(ensemble, own)
+    rows = evaluate_shift(ensemble, own)["rows"]
+    assert rows == evaluate_shift(ensemble, own)["rows"]
     assert [(row["corruption"], row["severity"]) for row in rows] == [(one.name, one.severity) for one in CORRUPTIONS]
     # These images are even, so that neither blur nor contrast can change them, but noise does.
     unspoiled = evaluate(ensemble, own)["nll"]

@@ -5,11 +5,14 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from plures import PluresError
+from plures.lab.cli.main import parse
 from plures.lab.recipes import RECIPES, Epochs, Recipe, get_recipe
+from plures.lab.runs.config import train_words
 from plures.lab.training.loop import rate_factor
 
 PAPER = ["cifar10", "cifar100", "cub200", "tiny-imagenet"]
@@ -140,3 +143,28 @@ def test_wide_resnets_follow_the_mimo_paper() -> None:
     usual = {name: get_recipe("cifar10-wrn").for_method(name) for name in ("batch-ensemble", "mimo", "masksembles")}
     assert {recipe.epochs.train for recipe in usual.values()} == {250}
     assert (usual["batch-ensemble"].members, usual["mimo"].members) == (4, 3)
+
+
+def test_the_fewer_images_the_more_epochs_up_to_the_least_number_of_steps() -> None:
+    recipe = get_recipe("images")
+    for images in (20, 60, 173, 240, 1000, 10**5):
+        epochs = recipe.epochs_for(images)
+        steps = max(1, images // recipe.batch_size) * epochs.train
+        assert steps >= recipe.least_steps * 0.99
+        assert (epochs == recipe.epochs) == (max(1, images // recipe.batch_size) * recipe.epochs.train >= 400)
+    assert all(one.epochs_for(10) == one.epochs for name, one in RECIPES.items() if name != "images")
+
+
+def test_a_folder_of_ones_own_has_a_recipe_of_its_own() -> None:
+    found = parse(["train", "--data", "./birds"])
+    assert (found.recipe, found.settings.data, found.settings.together) == ("images", "./birds", True)
+    assert parse(["train", "--data=./birds", "--members", "3"]).settings.least_steps == 400
+    assert parse(["train", "cifar10-cpu", "--data", "./birds"]).settings.recipe().data == "./birds"
+    assert parse(["train", "--method", "mimo"]).recipe == "digits"
+    words = train_words(found.settings.recipe().as_json(), found.method, (), Path("runs/birds"), found.recipe)
+    assert words == ["train", "images", "--method", "orthogonal-dropout", "--data", "./birds", "--run", "runs/birds"]
+    asked = ["train", "--data", "./birds", "--epochs.train", "5"]
+    assert parse(asked).settings.least_steps is None, "as many epochs as asked for"
+    both = parse([*asked, "--least-steps", "30"]).settings.recipe()
+    again = parse(train_words(both.as_json(), "mimo", (), Path("run"), "images"))
+    assert (again.settings.epochs.train, again.settings.least_steps) == (5, 30)

@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs") / EVIL
-    assert main(["train", "--data", str(data), "--run", str(folder), *SMALL]) == 0
+    assert main(["train", "digits", "--data", str(data), "--run", str(folder), *SMALL]) == 0
     return folder
 
 

@@ -135,7 +135,8 @@ def recipes_table(recipes: Mapping[str, Recipe]) -> Table:
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, recipe in recipes.items():
-        epochs = f"{recipe.epochs.pretrain} + {recipe.epochs.prune} + {recipe.epochs.finetune} epochs"
+        every = recipe.epochs
+        epochs = f"{every.train if recipe.together else f'{every.pretrain} + {every.prune} + {every.finetune}'} epochs"
         network = recipe.model if recipe.width is None else f"{recipe.model} of width {recipe.width}"
         made.add_row(Text(name), Text(f"{recipe.about}\n({recipe.data}, {network}, {epochs})"))
     return made

@@ -54,7 +54,8 @@ class Evaluate(Command):
         tested = measure.predictions(run.ensemble, data.test, predictor=predictor)
         found: dict[str, Any] = {"run": str(self.run), "test": measure.evaluate(run.ensemble, data, predictor, tested)}
         if self.shift:
-            found["shift"] = measure.evaluate_shift(run.ensemble, data, lambda words: print(words, file=sys.stderr))
+            measured = measure.evaluate_shift(run.ensemble, data, lambda words: print(words, file=sys.stderr))
+            found["shift"] = measured["rows"]
         if unfamiliar:
             some = measure.evenly(unfamiliar.test, measure.OTHER_IMAGES)
             outside, _ = measure.predictions(run.ensemble, some, predictor=predictor)

@@ -80,7 +80,10 @@ def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
         shown = Settings(**{one.name: getattr(known, one.name) for one in fields(known)})
         parsed = parse(command, arguments, command(settings=shown, method=method, recipe=usual))
         if (parsed.recipe, parsed.method) == (recipe, method):
-            return replace(parsed, given=given(arguments))
+            names = given(arguments)
+            if "least_steps" not in names and any(name.startswith("epochs.") for name in names):  # as asked for
+                parsed = replace(parsed, settings=replace(parsed.settings, least_steps=None))
+            return replace(parsed, given=names)
         recipe, method = parsed.recipe, parsed.method
 
 

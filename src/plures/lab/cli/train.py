@@ -23,11 +23,12 @@ class Train(Command):
       accelerate launch --num_processes 2 -m plures train cifar10
 
     Your own images:
-      plures train cifar10-cpu --data ./birds --size 32 --validation 0.1
+      plures train --data ./birds
         The images are in birds/train/CLASS/ and birds/test/CLASS/, or only in
         birds/CLASS/: then a fifth of each class is held out for testing.
         The folder may also hold train.parquet and test.parquet, as on the
-        Hugging Face hub.
+        Hugging Face hub. Without a RECIPE, it is images: 64 pixels, all
+        members trained in one stage, more epochs if there are few images.
 
     Your own network, a function in mynetworks.py in the working directory:
       plures train --model mynetworks:small

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from plures.errors import PluresError
-from plures.lab.data.images import Contents, EncodedImage, Images, ordinary, read_file
+from plures.lab.data.images import Contents, EncodedImage, Images, ordinary
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
@@ -135,15 +135,10 @@ def _encoded_images(tables: Sequence[ParquetTable], codes: Mapping[Any, int]) ->
 
 def _encoded(cell: object, origin: str) -> bytes:
     """Return the bytes of an image cell, which is a struct of bytes and path, or bytes."""
-    path, cell = (cell.get("path"), cell.get("bytes")) if isinstance(cell, Mapping) else (None, cell)
-    if cell is None and isinstance(path, str) and path:
-        try:
-            return read_file(path)
-        except PluresError as error:
-            raise PluresError(f"{origin} points to a file: {error}") from error
-    if not isinstance(cell, bytes):
+    encoded = cell.get("bytes") if isinstance(cell, Mapping) else cell
+    if not isinstance(encoded, bytes):
         raise PluresError(f"{origin} has no encoded image: the image column must contain PNG or JPEG bytes")
-    return cell
+    return encoded
 
 
 def first_line(error: Exception) -> str:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,8 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
     }
 
 
-def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: None) -> list[dict[str, Any]]:
-    """Measure on test images corrupted by noise, blur, weather and files, weak to strong.
+def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: None) -> dict[str, Any]:
+    """Measure on test images corrupted by noise, blur, weather and files: each alone, and the mean of all.
 
     At most SHIFT_IMAGES of them, evenly over the split; `tell` hears of each kind of corruption as it begins.
     """
@@ -85,11 +86,15 @@ def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: No
             place = list(KINDS).index(corruption.name) + 1
             tell(f"under shift, {place} of {len(KINDS)}: {corruption.name} on {len(test):,} images")
         found = scores(*predictions(ensemble, test, spoil=corruption, predictor=predictor))
-        rows.append(
-            {"corruption": corruption.name, "severity": corruption.severity}
-            | {name: found[name] for name in ("images", "accuracy", "nll", "ece")}
-        )
-    return rows
+        figures = {name: found[name] for name in ("images", "accuracy", "nll", "ece")}
+        rows.append({"corruption": corruption.name, "severity": corruption.severity} | figures)
+    severities = [{"severity": one} | means([row for row in rows if row["severity"] == one]) for one in SEVERITIES]
+    return {"images": len(test), "size": data.info.size, "rows": rows, "by_severity": severities} | means(rows)
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean accuracy, NLL and ECE of some rows."""
+    return {name: fmean(row[name] for row in rows) for name in ("accuracy", "nll", "ece")}
 
 
 def evenly(split: DataSplit, most: int) -> DataSplit:

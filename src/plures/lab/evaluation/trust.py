@@ -4,9 +4,7 @@ The results are kept in the run folder as trust.json, which comparisons, the rep
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, NotRequired
 
 import numpy as np
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from plures import files, metrics
 from plures.errors import PluresError
-from plures.lab.data import Data, open_data
-from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
+from plures.lab.data import open_data
+from plures.lab.evaluation.corruptions import KINDS
 from plures.lab.evaluation.evaluate import OTHER_IMAGES, Tell, evaluate_shift, evenly, predictions, scores, told_apart
 from plures.lab.runs.folder import SCORES, Number, Whole, read_object, schema
 from plures.lab.runs.open import open_run
@@ -83,7 +81,7 @@ def measured_trust(
         apart = told_apart(members, predictions(run.ensemble, some)[0])
         keep(folder, found, {"ood": {"data": ood, "images": len(some), "scores": apart}})
     if shift_missing:
-        keep(folder, found, {"shift": under_shift(run.ensemble, data, tell)})
+        keep(folder, found, {"shift": evaluate_shift(run.ensemble, data, tell) | {"constants": CONSTANTS}})
     return found
 
 
@@ -110,28 +108,8 @@ def at_home(members: Tensor, targets: Tensor) -> Trust:
     }
 
 
-def under_shift(ensemble: Any, data: Data, tell: Tell = lambda words: None) -> Trust:
-    """Measure on spoiled test images: every row, and the means over all kinds at each severity."""
-    rows = evaluate_shift(ensemble, data, tell)
-    return {
-        "images": rows[0]["images"],
-        "size": data.info.size,
-        "constants": CONSTANTS,
-        "rows": rows,
-        "by_severity": [
-            {"severity": severity} | _means([row for row in rows if row["severity"] == severity])
-            for severity in SEVERITIES
-        ],
-        **_means(rows),
-    }
-
-
 def keep(folder: Path, found: Trust, more: Trust) -> None:
     """Add what was measured, in memory and in the folder: an interruption then loses one part at most."""
     found |= more
     with contextlib.suppress(PluresError):  # a folder that cannot be written to: measure again next time
         files.write_json(folder / FILE, found)
-
-
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {name: fmean(row[name] for row in rows) for name in SCORES}

@@ -105,7 +105,10 @@ def train_words(
     # Equal settings make equal runs: if the recipe has no name, or one of another version, the nearest will do.
     name = name if name in RECIPES else min(changed, key=lambda one: len(changed[one]))
     words = ["train", name, "--method", method]
-    for key in changed[name]:
+    keys = changed[name]
+    if any(key.startswith("epochs.") for key in keys) and own.get("least_steps") is not None:
+        keys.append("least_steps")  # which epochs on the command line switch off
+    for key in dict.fromkeys(keys):
         words += _option(key, own[key])
     for setting in settings:
         words += ["--set", setting]

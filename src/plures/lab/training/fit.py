@@ -69,7 +69,11 @@ def fit(
                     stack.enter_context(folder.locked())
                 return folder.begin(config)
 
-            stack.enter_context(_threads_of(processes.on_main(begin)))
+            begun, here = processes.on_main(begin)["environment"].get("threads"), torch.get_num_threads()
+            if isinstance(begun, int) and 0 < begun != here:  # on another number, sums are rounded differently
+                log.warning("the run started with %d threads and resumes with as many, instead of %d", begun, here)
+                torch.set_num_threads(begun)
+                stack.callback(torch.set_num_threads, here)
             _restore(ensemble, folder, processes)
         ensemble.to(processes.device)
         if processes.world > 1:
@@ -83,7 +87,8 @@ def fit(
         longer = recipe.epochs_for(len(data.train))
         epochs = {step.name: longer.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet or not processes.main))
-        _warn_of_few_steps(data, recipe)
+        if recipe.least_steps is None:
+            _warn_of_few_steps(data, recipe)
         _Run(ensemble, data, recipe, folder, processes, display).train(finish)
     return ensemble
 
@@ -183,21 +188,6 @@ def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:
             f"an epoch has only {per_epoch} step{several}, because a batch has {recipe.batch_size} of the "
             f"{len(data.train)} training images: use a smaller batch_size, or more epochs"
         )
-
-
-@contextmanager
-def _threads_of(config: Mapping[str, Any]) -> Iterator[None]:
-    """Compute with as many threads as the run was begun with: on another number, sums are rounded differently."""
-    here, begun = torch.get_num_threads(), config["environment"].get("threads")
-    if not isinstance(begun, int) or begun < 1 or begun == here:
-        yield
-        return
-    log.warning("the run started with %d threads and resumes with as many, instead of %d", begun, here)
-    torch.set_num_threads(begun)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(here)
 
 
 @contextmanager
