@@ -7,7 +7,7 @@
 
 const Kernels *plures_kernels(const char *);
 int plures_convolution(const Kernels *, const Convolution *, int threads);
-int plures_block_linear(const Kernels *, const BlockLinear *, int threads);
+int plures_rows(const Kernels *, const Rows *, int threads);
 int plures_steps(const Kernels *, const int *kinds, const void *const *layers, int steps, int members, int threads);
 
 static void step(int kind, const void *layer, int members, int threads) { plures_steps(plures_kernels("portable"), &kind, &layer, 1, members, threads); }
@@ -83,24 +83,78 @@ static double convolution(int lanes) {
     return worst;
 }
 
-static void linear(void) {
-    const int members = 2, rows = 1 + below(30), inputs = 1 + below(40), outputs = 1 + below(20), group = 1 + below(inputs);
-    const int groups = (inputs + group - 1) / group, blocks = (outputs + 7) / 8;
-    int32_t *starts = malloc(sizeof(int32_t) * members * (groups * blocks + 1));
-    uint16_t *places = malloc(sizeof(uint16_t) * blocks * inputs);
-    int at = 0, list = 0;
-    for (int m = 0; m < members; m++, starts[list++] = at)
-        for (int g = 0; g < groups; g++)
-            for (int b = 0; b < blocks; b++) {
-                starts[list++] = at;
-                for (int i = g * group; i < inputs && i < (g + 1) * group; i++)
-                    if ((i + b) % members == m) places[at++] = (uint16_t)(i - g * group);
+/* Two layers, forward and back, compared with plain loops; `blocks` only forward. */
+static double rows(void) {
+    const int members = 1 + below(3), count = 1 + below(3 + LANES * 5), blocks = below(2), kept = !blocks && below(2), shared = below(2), group[2] = {1 + below(20), 1 + below(20)};
+    const int widths[3] = {1 + below(70), 1 + below(40), 1 + below(20)}, tile = 64;
+    Linear layers[2];
+    unsigned char *owners[2];
+    float *weights[2], *biases[2], *dense[2];
+    void *held[16];
+    int much = 0;
+    for (int i = 0; i < 2; i++) {
+        const int inputs = widths[i], outputs = widths[i + 1], own = i == 1 && below(2), in_blocks = blocks && !own, lists = in_blocks ? (outputs + 7) / 8 : outputs;
+        const int64_t all = (int64_t)inputs * outputs;
+        const int size = group[i] < inputs ? group[i] : inputs, groups = (inputs + size - 1) / size, back = group[i] < outputs ? group[i] : outputs, back_groups = (outputs + back - 1) / back;
+        owners[i] = malloc(all), biases[i] = numbers(members * outputs), dense[i] = calloc(members * all, sizeof(float));
+        for (int o = 0; o < outputs; o++)
+            for (int k = 0; k < inputs; k++) owners[i][o * inputs + k] = in_blocks && o % 8 ? owners[i][(o - o % 8) * inputs + k] : below(members + 1);
+        int32_t *starts = malloc(sizeof(int32_t) * members * (groups * lists + 1)), *back_starts = malloc(sizeof(int32_t) * members * (back_groups * inputs + 1));
+        uint16_t *places = malloc(sizeof(uint16_t) * (members * all + 1)), *back_places = malloc(sizeof(uint16_t) * (members * all + 1));
+        int at = 0, list = 0, back_at = 0, back_list = 0;
+        weights[i] = numbers(in_blocks ? members * (all + 8 * inputs) : own ? members * all : all);
+        for (int m = 0; m < members; m++, starts[list++] = at)
+            for (int g = 0; g < groups; g++)
+                for (int l = 0; l < lists; l++) {
+                    starts[list++] = at;
+                    for (int k = g * size; k < inputs && k < (g + 1) * size; k++) {
+                        if (!own && owners[i][l * (in_blocks ? 8 : 1) * inputs + k] != m) continue;
+                        for (int o = l * (in_blocks ? 8 : 1); o < outputs && o < (in_blocks ? l * 8 + 8 : l + 1); o++)
+                            dense[i][m * all + o * inputs + k] = in_blocks ? weights[i][at * 8 + o % 8] : weights[i][(own ? m * all : 0) + o * inputs + k];
+                        places[at++] = (uint16_t)(k - g * size);
+                    }
+                }
+        for (int m = 0; m < members; m++, back_starts[back_list++] = back_at)
+            for (int g = 0; g < back_groups; g++)
+                for (int k = 0; k < inputs; k++) {
+                    back_starts[back_list++] = back_at;
+                    for (int o = g * back; o < outputs && o < (g + 1) * back; o++)
+                        if (own || owners[i][o * inputs + k] == m) back_places[back_at++] = (uint16_t)(o - g * back);
+                }
+        layers[i] = (Linear){.forward = {weights[i], own || in_blocks ? NULL : owners[i], starts, places, groups * lists + 1, own ? all : 0, inputs, 1, inputs, outputs, size, in_blocks ? 8 : 1},
+                             .backward = {weights[i], NULL, back_starts, back_places, back_groups * inputs + 1, own ? all : 0, 1, inputs, outputs, inputs, back, 1},
+                             .bias = biases[i], .bias_stride = outputs, .relu = 1 - i};
+        layers[i].to_weight = numbers(own ? members * all : all), layers[i].to_bias = numbers(members * outputs);
+        held[much++] = starts, held[much++] = places, held[much++] = back_starts, held[much++] = back_places, held[much++] = layers[i].to_weight, held[much++] = layers[i].to_bias;
+    }
+    float *x = numbers((int64_t)members * count * widths[0]), *y = numbers((int64_t)members * count * widths[2]), *to_x = numbers((int64_t)members * count * widths[0]);
+    float *memory = kept ? numbers((int64_t)members * ((count + tile - 1) / tile) * tile * (widths[0] + widths[1] + widths[2])) : NULL;
+    Rows chain = {.input = x, .output = y, .kept = memory, .layers = layers, .input_member_stride = shared ? 0 : (int64_t)count * widths[0], .members = members, .rows = count, .count = 2};
+    plures_rows(plures_kernels("portable"), &chain, 1 + below(3));
+    double worst = 0;
+    for (int m = 0; m < members; m++)
+        for (int r = 0; r < count; r++) {
+            const float *from = x + ((shared ? 0 : (int64_t)m * count) + r) * widths[0];
+            double hidden[64];
+            for (int o = 0; o < widths[1]; o++) {
+                double sum = biases[0][m * widths[1] + o];
+                for (int k = 0; k < widths[0]; k++) sum += (double)dense[0][((int64_t)m * widths[1] + o) * widths[0] + k] * from[k];
+                hidden[o] = sum > 0 ? sum : 0;
             }
-    float *values = numbers((int64_t)at * 8), *bias = numbers(members * outputs);
-    float *x = numbers((int64_t)members * rows * inputs), *y = numbers((int64_t)members * rows * outputs);
-    const BlockLinear layer = {x, values, bias, starts, places, y, (int64_t)rows * inputs, members, rows, inputs, outputs, group, 1};
-    plures_block_linear(plures_kernels("portable"), &layer, 1 + below(3));
-    free(starts), free(places), free(values), free(bias), free(x), free(y);
+            for (int o = 0; o < widths[2]; o++) {
+                double sum = biases[1][m * widths[2] + o];
+                for (int k = 0; k < widths[1]; k++) sum += (double)dense[1][((int64_t)m * widths[2] + o) * widths[1] + k] * hidden[k];
+                worst = fmax(worst, fabs(sum - y[((int64_t)m * count + r) * widths[2] + o]) / 10);
+            }
+        }
+    if (kept) { /* gradients are compared with torch elsewhere: here only what is read and written counts */
+        chain.backward = 1, chain.input = NULL, chain.to_input = below(2) ? to_x : NULL;
+        plures_rows(plures_kernels("portable"), &chain, 1 + below(3));
+    }
+    for (int i = 0; i < 2; i++) free(owners[i]), free(weights[i]), free(biases[i]), free(dense[i]);
+    for (int i = 0; i < much; i++) free(held[i]);
+    free(x), free(y), free(to_x), free(memory);
+    return worst;
 }
 
 static double gradient(void) {
@@ -163,7 +217,7 @@ int main(void) {
     double worst = 0;
     for (int i = 0; i < 300; i++) {
         worst = fmax(worst, convolution(i % 2 ? 1 : LANES));
-        linear();
+        worst = fmax(worst, rows());
         worst = fmax(worst, gradient());
         norm();
     }

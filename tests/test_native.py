@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from plures.errors import PluresError
 from plures.native import build, library, training
 from plures.native.operators import affine, block, convolution, linear, unblock
-from plures.native.structures import Lists, block_lists, kernel_lists
+from plures.native.structures import LinearWeights, Lists, kernel_lists, linear_lists
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 FREE = 255
@@ -119,19 +119,48 @@ def test_convolution_of_members_is_torchs_own(
 def test_linear_layer_of_members_is_torchs_own(members, outputs, inputs, rows, blocks, relu, shared, seed):
     random = generator(seed)
     weight = torch.randn(outputs, inputs, generator=random) / inputs**0.5
-    bias, scales = torch.randn(members, outputs, generator=random), torch.rand(members, outputs, generator=random)
+    bias = torch.randn(members, outputs, generator=random)
     x = torch.randn(1 if shared else members, rows, inputs, generator=random)
     owners = drawn_owners((-(-outputs // 8) if blocks else outputs, inputs), members, seed)
     spread = owners.repeat_interleave(8, 0)[:outputs] if blocks else owners
-    lists = (block_lists if blocks else kernel_lists)(weight, owners, list(range(members)), scales)
-    found = linear(x, *lists[:3], bias, *lists[3:5], relu)
-    expected = torch.stack(
-        [
-            F.linear(x[0 if shared else m], weight * (spread == m) * scales[m].view(-1, 1), bias[m])
-            for m in range(members)
-        ]
-    )
+    chain = chain_of(linear_lists(weight, owners, list(range(members))), relu=relu)
+    chain[4] = bias
+    found = linear(x, *chain)
+    expected = torch.stack([F.linear(x[0 if shared else m], weight * (spread == m), bias[m]) for m in range(members)])
     agrees(found, expected.relu() if relu else expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 40, 70])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_chain_is_layer_after_layer(rows, threads):
+    random, members = generator(rows), 3
+    weights = [torch.randn(shape, generator=random) / 8 for shape in ((70, 65), (24, 70), (members, 9, 24))]
+    owners = [drawn_owners((70, 65), members, 0), drawn_owners((3, 70), members, 1), None]
+    layers = [linear_lists(weight, whose, [0, 1, 2]) for weight, whose in zip(weights, owners, strict=True)]
+    x, chain = torch.randn(1, rows, 65, generator=random), chain_of(*layers, relu=True)
+    chain[4] = torch.randn(members, 70 + 24 + 9, generator=random)
+    torch.set_num_threads(threads)
+    found = linear(x, *chain)
+    expected = []
+    for m in range(members):
+        y, biases = x[0], chain[4][m].split([70, 24, 9])
+        masks = [owners[0] == m, owners[1].repeat_interleave(8, 0) == m]
+        for weight, bias in zip((weights[0] * masks[0], weights[1] * masks[1], weights[2][m]), biases, strict=True):
+            y = F.linear(y, weight, bias).relu()
+        expected.append(y)
+    agrees(found, torch.stack(expected))
+    few = [chain[0][[2, 0]], *chain[1:4], chain[4][[2, 0]], chain[5][[2, 0]], chain[6]]
+    assert linear(x, *few).equal(found[[2, 0]])
+
+
+def chain_of(*layers: LinearWeights, relu: bool = False) -> list[object]:
+    """Return what a chain of linear layers is called with, beside rows; biases of zero."""
+    members = len(layers[0].starts)
+    joined = [torch.cat([getattr(one, name) for one in layers]) for name in ("places", "weights", "owners")]
+    ids = torch.arange(members, dtype=torch.int32)
+    sizes = [n for one in layers for n in (one.inputs, one.outputs, one.copies, len(one.places), relu)]
+    starts = torch.cat([one.starts for one in layers], 1)
+    return [starts, *joined, torch.zeros(members, sum(one.outputs for one in layers)), ids, sizes]
 
 
 def layer_of(members: int = 3, batch: int = 9) -> tuple[Tensor, Lists, Tensor]:
@@ -164,8 +193,7 @@ def test_members_up_to_255():
     owners = torch.arange(255, dtype=torch.uint8).reshape(15, 17)
     weight = torch.randn(15, 17, generator=generator(0))
     x = torch.randn(members, 3, 17, generator=generator(1))
-    lists = kernel_lists(weight, owners, list(range(members)))
-    found = linear(x, *lists[:3], torch.zeros(members, 15), *lists[3:5], False)
+    found = linear(x, *chain_of(linear_lists(weight, owners, list(range(members)))))
     expected = torch.stack([x[m] @ (weight * (owners == m)).T for m in range(members)])
     agrees(found, expected)
 
@@ -201,10 +229,9 @@ def test_operators_pass_torchs_own_checks():
     torch.library.opcheck(affine.default, (blocked, torch.ones(3, 10), torch.ones(3, 10), True), test_utils=tests)
     weight = torch.randn(9, 10, generator=generator(0))
     rows = torch.randn(3, 4, 10, generator=generator(1))
-    for lists_of, operator, shape in ((kernel_lists, linear, (9, 10)), (block_lists, linear, (2, 10))):
-        made = lists_of(weight, drawn_owners(shape, 3, 0), [0, 1, 2])
-        arguments = (rows, *made[:3], torch.zeros(3, 9), *made[3:5], True)
-        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+    for shape in ((9, 10), (2, 10)):
+        chain = chain_of(linear_lists(weight, drawn_owners(shape, 3, 0), [0, 1, 2]))
+        torch.library.opcheck(linear.default, (rows, *chain), test_utils=tests)
 
 
 def test_export_and_compile_see_one_operator():
@@ -256,14 +283,14 @@ def valid_calls() -> dict[str, tuple[object, list[object], list[int]]]:
     x, lists, bias = layer_of()
     weight = torch.randn(9, 70, generator=generator(0))
     rows = torch.randn(3, 4, 70, generator=generator(1))
-    single = kernel_lists(weight, drawn_owners((9, 70), 3, 0), [0, 1, 2])
-    blocks = block_lists(weight, drawn_owners((2, 70), 3, 0), [0, 1, 2])
+    single, blocks = (linear_lists(weight, drawn_owners(shape, 3, 0), [0, 1, 2]) for shape in ((9, 70), (2, 70)))
+    private = linear_lists(torch.randn(3, 5, 9, generator=generator(2)), None, [0, 1, 2])
     blocked = block(x, 3, library.load().lanes)
     of_convolution = [blocked, None, *lists[:3], bias, [3, 3], [1, 1], [1, 1], *lists[3:], True]
     return {
         "convolution": (convolution, of_convolution, [2, 3]),
-        "linear": (linear, [rows, *single[:3], torch.zeros(3, 9), *single[3:5], True], [1, 2]),
-        "block_linear": (linear, [rows, *blocks[:3], torch.zeros(3, 9), *blocks[3:5], True], [1, 2]),
+        "linear": (linear, [rows, *chain_of(single, private)], [1, 2]),
+        "block_linear": (linear, [rows, *chain_of(blocks, relu=True)], [1, 2]),
         "block": (block, [x, 3, library.load().lanes], []),
         "unblock": (unblock, [blocked, 9], []),
         "affine": (affine, [blocked, torch.ones(3, 10), torch.zeros(3, 10), False], []),
@@ -309,16 +336,16 @@ def test_every_tensor_of_a_layer_must_be_float32(convert):
 def test_lists_beyond_the_last_group_are_refused():
     """The last group has six inputs only: what would be right in the others lies beyond the end."""
     weight = torch.randn(9, 70, generator=generator(0))
-    lists = kernel_lists(weight, torch.zeros(9, 70, dtype=torch.uint8), [0])
-    assert lists.group == 64
-    lists.places[-1] = 6
+    chain = chain_of(linear_lists(weight, torch.zeros(9, 70, dtype=torch.uint8), [0]))
+    x, places = torch.randn(1, 4, 70), chain[1]
+    places[-1] = 6
     with pytest.raises(PluresError, match="places must be below 6"):
-        linear(torch.randn(1, 4, 70), *lists[:3], torch.zeros(1, 9), *lists[3:5], False)
-    lists.places[-1] = 5
-    linear(torch.randn(1, 4, 70), *lists[:3], torch.zeros(1, 9), *lists[3:5], False)
-    lists.places[0] = 64  # after it was found right
+        linear(x, *chain)
+    places[-1] = 5
+    linear(x, *chain)
+    places[0] = 64  # after it was found right
     with pytest.raises(PluresError, match="places must be below 64"):
-        linear(torch.randn(1, 4, 70), *lists[:3], torch.zeros(1, 9), *lists[3:5], False)
+        linear(x, *chain)
 
 
 def test_a_library_with_another_layout_is_refused(monkeypatch):
@@ -493,9 +520,9 @@ def test_blocks_of_avx512_are_torchs_own(sixteen_lanes, monkeypatch):
     monkeypatch.setattr("plures.native.operators.load", lambda: library.Library(sixteen_lanes, "portable"))
     weight = torch.randn(21, 600, generator=generator(0)) / 25
     owners = drawn_owners((3, 600), 3, 0)
-    lists, x = block_lists(weight, owners, [0, 1, 2]), torch.randn(3, 31, 600, generator=generator(1))
+    chain, x = chain_of(linear_lists(weight, owners, [0, 1, 2])), torch.randn(3, 31, 600, generator=generator(1))
     spread = owners.repeat_interleave(8, 0)[:21]
-    found = linear(x, *lists[:3], torch.zeros(3, 21), *lists[3:5], False)
+    found = linear(x, *chain)
     agrees(found, torch.stack([x[m] @ (weight * (spread == m)).T for m in range(3)]))
 
 

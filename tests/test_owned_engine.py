@@ -403,8 +403,10 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
     assert isinstance(wide.engine(memory=10**9), Owned)
     # Two members of single weights cost about two networks either way.
     assert isinstance(trained(resnet8(classes=4, width=8), members=2).engine(), Unfolded)
-    # A linear layer that sees one row has nothing to gain from short lists.
-    assert isinstance(trained(networks.mlp(), members=5).engine(), Unfolded)
+    # A chain of linear layers is one call.
+    perceptron = trained(networks.mlp(), members=5).engine()
+    assert isinstance(perceptron, Owned)
+    assert not perceptron.one_by_one
     assert isinstance(trained(vision_transformer(), members=5, granularity="block").engine(), Owned)
     # What torch.fx cannot trace.
     assert isinstance(trained(networks.transformer(), members=5).engine(), Unfolded)

@@ -22,7 +22,7 @@ from plures.lab.models import build, resnet18
 from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
-from plures.native.rows import linear
+from plures.native.rows import LinearLayer, linear
 from plures.native.training import Convolved, Memory, blocked, convolution, kernels_of, norm, unblocked
 from plures.stage import Stage
 
@@ -173,7 +173,7 @@ def test_a_linear_layer_over_the_weights_of_each_member_is_torchs_own(members, s
     gradient = torch.randn(expected.shape, generator=random)
     theirs = torch.autograd.grad(expected, leaves, gradient.double())
     with with_threads(threads):
-        found = linear(x, weight, leaves[2] if biased else None, kernels_of(mine))
+        found = linear(x, LinearLayer(weight, leaves[2] if biased else None, kernels_of(mine)))
         ours = torch.autograd.grad(found, leaves, gradient)
     agrees(found.detach().double(), expected.detach())
     for one, other in zip(ours, theirs, strict=True):
@@ -184,10 +184,10 @@ def test_a_linear_layer_refuses_rows_and_lists_that_do_not_fit():
     kernels = kernels_of(torch.ones(2, 4, 3, dtype=torch.bool))
     for x, weight in [((3, 5, 3), (4, 3)), ((2, 5, 4), (4, 3)), ((2, 0, 3), (4, 3)), ((2, 5, 3), (4, 2))]:
         with pytest.raises(plures.PluresError):
-            linear(torch.zeros(x), torch.zeros(weight), None, kernels)
+            linear(torch.zeros(x), LinearLayer(torch.zeros(weight), None, kernels))
     far = kernels._replace(forward=kernels.forward._replace(rows=kernels.forward.rows + 1))
     with pytest.raises(plures.PluresError, match="do not fit"):
-        linear(torch.zeros(2, 5, 3), torch.zeros(4, 3), None, far)
+        linear(torch.zeros(2, 5, 3), LinearLayer(torch.zeros(4, 3), None, far))
 
 
 @given(

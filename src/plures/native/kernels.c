@@ -6,11 +6,9 @@
 #include <string.h>
 #include "owned.h"
 #include "vectors.h"
+#include "rows.h"
 
 extern const TrainingKernels TRAINING;
-
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* a block of outputs, whatever LANES is */
-typedef int32_t eight_mask __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* The tile of outputs whose sums stay in registers: 16 of them with AVX2, 32 with AVX-512. */
 #ifndef ROWS
@@ -21,7 +19,6 @@ typedef int32_t eight_mask __attribute__((vector_size(32), aligned(4), may_alias
 #endif
 #define TILE (ROWS * COLUMNS)
 #define LONGEST 12 /* vectors of pixels in a tile where lanes is 1 */
-#define LINEAR_ROWS (LANES == 16 ? 24 : 12)
 
 /* ---- images in the vector ---- */
 
@@ -509,101 +506,14 @@ static void convolution_item(const Convolution *c, int threads, int64_t item, vo
     (c->lanes == 1 ? pixel_tile : image_tiles)(c, member, image, y, x, first, last, scratch);
 }
 
-/* ---- linear layers in blocks of eight outputs ---- */
-
-ALWAYS eight load_eight(const float *p) { return *(const eight *)p; }
-
-/* Four rows of eight inputs become eight columns of four. */
-ALWAYS void turn(const float *const from[4], float *to) {
-#ifdef PICK
-    const eight first = load_eight(from[0]), second = load_eight(from[1]), third = load_eight(from[2]), last = load_eight(from[3]);
-    const eight low[2] = {PICK(first, second, 0, 8, 1, 9, 4, 12, 5, 13), PICK(third, last, 0, 8, 1, 9, 4, 12, 5, 13)};
-    const eight high[2] = {PICK(first, second, 2, 10, 3, 11, 6, 14, 7, 15), PICK(third, last, 2, 10, 3, 11, 6, 14, 7, 15)};
-    const eight turned[4] = {PICK(low[0], low[1], 0, 1, 8, 9, 4, 5, 12, 13), PICK(low[0], low[1], 2, 3, 10, 11, 6, 7, 14, 15),
-                             PICK(high[0], high[1], 0, 1, 8, 9, 4, 5, 12, 13), PICK(high[0], high[1], 2, 3, 10, 11, 6, 7, 14, 15)};
-    UNROLL for (int i = 0; i < 4; i++) { /* the lower half is column i, the upper one column i + 4 */
-        memcpy(to + i * LINEAR_ROWS, &turned[i], 16);
-        memcpy(to + (i + 4) * LINEAR_ROWS, (const char *)&turned[i] + 16, 16);
-    }
-#else
-    for (int i = 0; i < 8; i++)
-        for (int r = 0; r < 4; r++) to[i * LINEAR_ROWS + r] = from[r][i];
-#endif
-}
-
-/* Rows side by side for every input; what is beyond the last row repeats it. */
-static void pack_rows(const BlockLinear *l, const float *input, int rows, float *packed) {
-    for (int i = 0; i < l->inputs; i += 8)
-        for (int r = 0; r < LINEAR_ROWS; r += 4) {
-            const float *from[4];
-            for (int j = 0; j < 4; j++) from[j] = input + (int64_t)least(r + j, rows - 1) * l->inputs + i;
-            float *to = packed + (int64_t)i * LINEAR_ROWS + r;
-            if (i + 8 <= l->inputs)
-                turn(from, to);
-            else
-                for (int j = 0; j < 4; j++)
-                    for (int k = 0; k < l->inputs - i; k++) to[k * LINEAR_ROWS + j] = from[j][k];
-        }
-}
-
-static void linear_item(const BlockLinear *l, int64_t item, void *scratch) {
-    const int64_t tiles = up(l->rows, LINEAR_ROWS), row = item % tiles * LINEAR_ROWS;
-    const int member = item / tiles, rows = least(LINEAR_ROWS, l->rows - row);
-    const int groups = up(l->inputs, l->group), blocks = up(l->outputs, 8);
-    float *packed = scratch, *partial = packed + (int64_t)l->inputs * LINEAR_ROWS;
-    const float *input = l->input + member * l->input_member_stride + row * l->inputs;
-    pack_rows(l, input, rows, packed);
-    for (int group = 0; group < groups; group++) {
-        const float *inputs = packed + (int64_t)group * l->group * LINEAR_ROWS;
-        const int32_t *starts = l->starts + member * ((int64_t)groups * blocks + 1) + group * blocks;
-        for (int block = 0; block < blocks; block++) {
-            const float *values = l->values + (int64_t)starts[block] * 8;
-            float *kept = partial + (int64_t)block * LINEAR_ROWS * 8;
-            const int width = least(8, l->outputs - block * 8);
-            eight sums[LINEAR_ROWS];
-            if (group == 0) {
-                float bias[8] = {0};
-                for (int i = 0; i < width; i++) bias[i] = l->bias[(int64_t)member * l->outputs + block * 8 + i];
-                for (int r = 0; r < LINEAR_ROWS; r++) sums[r] = load_eight(bias);
-            } else
-                for (int r = 0; r < LINEAR_ROWS; r++) sums[r] = load_eight(kept + r * 8);
-            for (int k = starts[block]; k < starts[block + 1]; k++, values += 8) {
-                const float *p = inputs + (int64_t)l->places[k] * LINEAR_ROWS;
-                const eight weight = load_eight(values);
-                UNROLL for (int half = 0; half < LINEAR_ROWS; half += 12)
-                UNROLL for (int r = half; r < half + 12; r++) sums[r] += weight * (p[r] - (eight){0});
-            }
-            if (group < groups - 1) {
-                for (int r = 0; r < LINEAR_ROWS; r++) *(eight *)(kept + r * 8) = sums[r];
-                continue;
-            }
-            float *output = l->output + ((int64_t)member * l->rows + row) * l->outputs + block * 8;
-            UNROLL for (int r = 0; r < LINEAR_ROWS; r++, output += l->outputs) {
-                if (r >= rows) break;
-                const eight sum = l->relu ? (eight)((eight_mask)sums[r] & ~(eight_mask)(sums[r] < (eight){0})) : sums[r];
-                if (width == 8)
-                    *(eight *)output = sum;
-                else
-                    for (int i = 0; i < width; i++) output[i] = sum[i];
-            }
-        }
-    }
-}
-
-static int64_t linear_items(const BlockLinear *l) { return l->members * up(l->rows, LINEAR_ROWS); }
-
-static int64_t linear_scratch(const BlockLinear *l) {
-    return ((int64_t)l->inputs + up(l->outputs, 8) * 8) * LINEAR_ROWS * (int64_t)sizeof(float);
-}
-
 const Kernels NAME = {
     .lanes = LANES,
     .instructions = INSTRUCTIONS,
     .convolution_items = convolution_items,
     .convolution_scratch = convolution_scratch,
     .convolution_item = convolution_item,
-    .linear_items = linear_items,
-    .linear_scratch = linear_scratch,
-    .linear_item = linear_item,
+    .rows_items = rows_items,
+    .rows_scratch = rows_scratch,
+    .rows_item = rows_item,
     .training = &TRAINING,
 };

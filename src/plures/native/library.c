@@ -21,7 +21,7 @@ int plures_interface(void) { return PLURES_INTERFACE; }
 
 /* The size of a structure, by its place in the order of Python's STRUCTURES: the library is used only if both agree. */
 int64_t plures_size(int which) {
-    const int64_t sizes[] = {sizeof(Convolution), sizeof(BlockLinear), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm), sizeof(Rows)};
+    const int64_t sizes[] = {sizeof(Convolution), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm), sizeof(Linear), sizeof(Rows)};
     return sizes[which];
 }
 
@@ -129,13 +129,18 @@ int plures_convolution(const Kernels *kernels, const Convolution *layer, int thr
     return share(&job);
 }
 
-static void linear_item(const Job *job, int64_t item, void *scratch) { job->kernels->linear_item(job->layer, item, scratch); }
+static void rows_item(const Job *job, int64_t item, void *scratch) { job->kernels->rows_item(job->layer, item, scratch); }
 
-int plures_block_linear(const Kernels *kernels, const BlockLinear *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = linear_item, .threads = threads};
-    job.items = kernels->linear_items(layer);
-    job.scratch = kernels->linear_scratch(layer);
-    prefer_large_pages(layer->output, (int64_t)layer->members * layer->rows * layer->outputs);
+/* What one thread can do while another one wakes up, in multiplications. */
+#define FEW 200000
+
+int plures_rows(const Kernels *kernels, const Rows *layer, int threads) {
+    Job job = {.kernels = kernels, .layer = layer, .item = rows_item, .threads = threads};
+    job.items = kernels->rows_items(layer);
+    job.scratch = kernels->rows_scratch(layer);
+    int64_t products = 0;
+    for (int i = 0; i < layer->count; i++) products += (int64_t)layer->layers[i].forward.inputs * layer->layers[i].forward.outputs;
+    if (products * layer->rows < FEW) job.threads = 1;
     return share(&job);
 }
 
@@ -175,15 +180,6 @@ int plures_steps(const Kernels *kernels, const int *kinds, const void *const *la
             if (share(&job)) return 1;
         }
     return 0;
-}
-
-static void rows_item(const Job *job, int64_t item, void *scratch) { job->kernels->training->rows_item(job->layer, item, scratch); }
-
-int plures_rows(const Kernels *kernels, const Rows *layer, int threads) {
-    Job job = {.kernels = kernels, .layer = layer, .item = rows_item, .threads = threads};
-    job.items = kernels->training->rows_items(layer);
-    job.scratch = kernels->training->rows_scratch(layer);
-    return share(&job);
 }
 
 /* ---- layouts and factors: no arithmetic worth a second build ---- */

@@ -14,7 +14,7 @@ from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
 
-INTERFACE = 6  # PLURES_INTERFACE of owned.h
+INTERFACE = 7  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):

@@ -4,6 +4,7 @@ Activations of all members are `blocked`: [members, blocks of images, channels, 
 there are lanes lie side by side and fill the CPU's vectors; with one lane the pixels of one image do.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,17 +15,21 @@ from plures.errors import PluresError
 from plures.native.library import Library, load
 from plures.native.structures import (
     BLOCK,
+    LINEAR_GROUP,
     MOST,
     MOST_PLACES,
     Affine,
     Blocking,
-    BlockLinear,
     Convolution,
+    Linear,
+    Rows,
     check_lists,
     filled,
     floats,
     is_plain,
+    recall,
     refuse_gradients,
+    remember,
 )
 
 MOST_STEPS = 256  # the largest size, stride and padding of a kernel
@@ -34,7 +39,8 @@ _operators = torch.library.Library("plures", "DEF")  # type: ignore[no-untyped-c
 _SCHEMAS = (
     f"convolution(Tensor x, Tensor? residual, {_LISTS}, int[] kernel, int[] stride, int[] padding, int inputs, "
     "int group, bool whole, bool relu) -> Tensor",
-    f"linear(Tensor x, {_LISTS}, int inputs, int group, bool relu) -> Tensor",
+    "linear(Tensor x, Tensor starts, Tensor places, Tensor weights, Tensor owners, Tensor bias, Tensor ids, "
+    "int[] sizes) -> Tensor",
     "block(Tensor x, int members, int lanes) -> Tensor",
     "unblock(Tensor x, int images) -> Tensor",
     "affine(Tensor x, Tensor factor, Tensor shift, bool relu) -> Tensor",
@@ -102,31 +108,76 @@ def _convolution(
 
 
 def _linear(
-    x: Tensor, starts: Tensor, places: Tensor, values: Tensor, bias: Tensor, inputs: int, group: int, relu: bool
+    x: Tensor,
+    starts: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    owners: Tensor,
+    bias: Tensor,
+    ids: Tensor,
+    sizes: list[int],
 ) -> Tensor:
-    """Run a linear layer, over blocks of outputs if each entry has the values of one, or over single weights."""
-    library = load()
-    x, bias = _ready(x, 3, bias, inputs)
-    members, outputs = bias.shape
-    rows, stride = x.shape[1], 0 if x.shape[0] == 1 else x.stride(0)
+    """Run a chain of linear layers of all members, whose `LinearWeights` are joined.
+
+    `ids` says which rows of the weights of their own the members have, and which number among the owners. Each layer
+    has five sizes: inputs, outputs, copies, the length of its places, and whether a ReLU follows.
+    """
+    held = (starts, places, weights, owners, bias, ids)
+    layers = recall(held, *sizes)
+    if layers is None:
+        layers = _layers(held, sizes)
+        remember(layers, held, *sizes)
+    members, outputs = len(ids), sizes[-4]
+    refuse_gradients(x, weights, bias)
+    x = floats("activations", x, None, None, sizes[0])
+    rows = x.shape[1]
+    if len(x) not in (1, members) or rows >= MOST:
+        raise PluresError(f"activations {tuple(x.shape)} do not fit {members} members")
     output = x.new_empty(members, rows, outputs)
-    in_blocks = values.shape[1:] == (BLOCK,)
-    lists, each = (-(-outputs // BLOCK), BLOCK) if in_blocks else (outputs, 1)
-    values = _checked(starts, places, values, (members, lists), inputs, group, 1, each)
-    if in_blocks:
-        sizes = (stride, members, rows, inputs, outputs, group, relu)
-        layer = filled(BlockLinear, x, values, bias, starts, places, output, *sizes)
-    else:  # a kernel of one tap over a map of one line: its pixels are the rows
-        layer = filled(
-            Convolution,
-            *(x, None, values, bias, starts, places, output),
-            *(stride, 1, inputs, 1, rows, outputs),
-            *(members, 1, inputs, 1, rows, outputs, 1, rows),
-            *(1, 1, 1, 1, 0, 0, 1, group, True, relu),
-        )
-    if output.numel():
-        library.run("plures_block_linear" if in_blocks else "plures_convolution", library.kernels, layer)
+    if rows:
+        library, stride = load(), 0 if len(x) == 1 else x.stride(0)
+        given = (x.data_ptr(), output.data_ptr(), None, None, ctypes.addressof(layers), ids.data_ptr(), stride)
+        library.run("plures_rows", library.kernels, Rows(*given, members, rows, len(layers), 0))
     return output
+
+
+def linear_of(x: Tensor) -> Callable[..., Tensor]:
+    """Return how to run a chain on a tensor: without torch's dispatcher, which takes as long as a small layer."""
+    return linear if torch.compiler.is_compiling() or type(x) is not Tensor else _linear
+
+
+def _layers(held: Sequence[Tensor], sizes: list[int]) -> Any:
+    """Check the layers of a chain, and fill their structures."""
+    members, made, used = len(held[-1]), (Linear * (len(sizes) // 5))(), [0] * 5
+    kinds = (torch.int32, torch.int16, torch.float32, torch.uint8, torch.float32, torch.int32)
+    plain = all(one.dtype == kind and one.is_cpu and one.is_contiguous() for one, kind in zip(held, kinds, strict=True))
+    if not plain or not members or not sizes or len(sizes) % 5 or len(held[0]) != members or len(held[4]) != members:
+        raise PluresError("linear layers take float32 and lists on the CPU, one after the other: use linear_lists")
+
+    def take(place: int, length: int) -> Tensor:
+        first, used[place] = used[place], used[place] + length
+        if not 0 <= length <= held[place].shape[-1] - first:
+            raise PluresError("the tensors of a chain of linear layers are too short for it: make them by linear_lists")
+        return held[place].narrow(-1, first, length)
+
+    outputs = sizes[0]
+    for number, layer in enumerate(made):
+        before, (inputs, outputs, copies, count, relu) = outputs, sizes[5 * number :][:5]
+        if inputs != before or not 0 < min(inputs, outputs) <= max(inputs, outputs) < MOST // 8 or copies < -1:
+            raise PluresError(f"a layer of {inputs} inputs and {outputs} outputs cannot follow {before} outputs")
+        each, group = BLOCK if copies < 0 else 1, min(inputs, LINEAR_GROUP)
+        groups, single = -(-inputs // group), outputs * inputs
+        starts, places = take(0, groups * -(-outputs // each) + 1), take(1, count)
+        check_lists(starts, places, groups, group, inputs - (groups - 1) * group)
+        weights = take(2, count * BLOCK if copies < 0 else max(1, copies) * single)
+        owners, bias = take(3, 0 if copies else single), take(4, outputs)
+        if copies > 0 and not 0 <= int(held[5].min()) <= int(held[5].max()) < copies:
+            raise PluresError(f"{copies} members have a weight of their own: ids must be from 0 to {copies - 1}")
+        pointers = (weights.data_ptr(), None if copies else owners.data_ptr(), starts.data_ptr(), places.data_ptr())
+        strides = (held[0].shape[1], single if copies > 0 else 0, inputs, 1)
+        layer.forward = (*pointers, *strides, inputs, outputs, group, each)
+        layer.bias, layer.bias_stride, layer.relu = bias.data_ptr(), held[4].shape[1], relu
+    return made
 
 
 def _blocked_shape(x: Tensor, members: int, lanes: int) -> list[int]:
@@ -199,7 +250,7 @@ def _on_one_device(fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 for _name, _kernel, _fake in (
     ("convolution", _convolution, lambda x, *given: _convolved(x, *given[4:8])),
-    ("linear", _linear, lambda x, *given: x.new_empty(len(given[3]), x.shape[1], given[3].shape[1])),
+    ("linear", _linear, lambda x, *given: x.new_empty(len(given[5]), x.shape[1], given[6][-4])),
     ("block", _block, lambda x, *settings: x.new_empty(_blocked_shape(x, *settings))),
     ("unblock", _unblock, lambda x, images: x.new_empty(len(x) * images, *x.shape[2:5])),
     ("affine", _affine, lambda x, factor, *_: x.new_empty(len(factor), *x.shape[1:])),

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include "training.h"
 
-#define PLURES_INTERFACE 6 /* raised with every change of the structures or functions below */
+#define PLURES_INTERFACE 7 /* raised with every change of the structures or functions below */
 
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
    side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
@@ -24,16 +24,39 @@ typedef struct {
     int32_t lanes, group, whole, relu;
 } Convolution;
 
-/* A linear layer of all members whose owners stand for blocks of 8 outputs of one input: rows of inputs
-   [member][row][input] to rows of outputs; lists as above, one per (member, group of inputs, block of outputs). */
+/* The weights of a linear layer that the members own, one list per (member, group of inputs, output), as above: `places` are inputs of the
+   group, and weights lie where strides say (in floats). With `each` 8, a list is of a block of eight outputs, and `weight` has eight numbers for
+   each entry, in the order of the lists. Owners are [output][input]; NULL if each member has a weight of its own, and with blocks. */
 typedef struct {
-    const float *input, *values, *bias;
+    const float *weight;
+    const uint8_t *owners;
     const int32_t *starts;
     const uint16_t *places;
-    float *output;
-    int64_t input_member_stride;
-    int32_t members, rows, inputs, outputs, group, relu;
-} BlockLinear;
+    int64_t starts_stride; /* from one member to the next */
+    int64_t member_stride, output_stride, input_stride;
+    int32_t inputs, outputs, group, each;
+} Lists;
+
+/* A linear layer of all members. For training, `backward` has the same weights in lists per input; gradients are written where the weights
+   and biases lie, to `to_weight` and `to_bias`. These may be NULL, and so may be the bias, [member][output]. */
+typedef struct {
+    Lists forward, backward;
+    const float *bias;
+    float *to_weight, *to_bias;
+    int64_t bias_stride;
+    int32_t relu;
+} Linear;
+
+/* A chain of linear layers over rows, [member][row][input] to [member][row][output]. For training, what goes in and out of the layers is kept,
+   turned; on the way back, `output` is read as the gradient of the outputs, and that of the inputs is written to `to_input`, which may be NULL. */
+typedef struct {
+    const float *input;
+    float *output, *kept, *to_input;
+    const Linear *layers;
+    const int32_t *ids;          /* of the members, in owners and weights of their own; NULL if they are 0, 1, ... */
+    int64_t input_member_stride; /* in floats; 0 if all members see the same input */
+    int32_t members, rows, count, backward;
+} Rows;
 
 /* Images into the lanes of vectors and back: plain is [image][channel][row][column] with any strides (in floats). */
 typedef struct {
@@ -58,9 +81,9 @@ typedef struct {
     int64_t (*convolution_items)(const Convolution *, int threads);
     int64_t (*convolution_scratch)(const Convolution *); /* bytes that each thread needs */
     void (*convolution_item)(const Convolution *, int threads, int64_t item, void *scratch);
-    int64_t (*linear_items)(const BlockLinear *);
-    int64_t (*linear_scratch)(const BlockLinear *);
-    void (*linear_item)(const BlockLinear *, int64_t item, void *scratch);
+    int64_t (*rows_items)(const Rows *);
+    int64_t (*rows_scratch)(const Rows *);
+    void (*rows_item)(const Rows *, int64_t item, float *scratch);
     const TrainingKernels *training;
 } Kernels;
 

@@ -1,12 +1,14 @@
-/* Linear layers of all members, over rows of plain memory: sums and gradients over the single weights that each member owns.
+/* Chains of linear layers of all members, over rows of plain memory: predictions, and gradients over the weights that each member owns.
 
-   A tile of rows is turned, so that rows fill the vectors and every weight is multiplied with whole vectors. An item writes its own part of
-   the result, and every sum has one order: the bits are the same for any number of threads. */
+   A tile of rows is turned, so that rows fill the vectors and every weight is multiplied with whole vectors, and stays so through all layers of a
+   chain. An item writes its own part of the result, and every sum has one order: the bits are the same for any number of threads. */
 #include <string.h>
-#include "training.h"
+#include "owned.h"
 #include "vectors.h"
 
-#define TILE (4 * LANES) /* rows that are turned at a time */
+#ifndef MOST_VECTORS
+#define MOST_VECTORS 4 /* of rows in a tile */
+#endif
 
 #ifdef PICK
 #if LANES == 16
@@ -49,41 +51,104 @@ static void turn(const float *from, int rows, int columns, int64_t from_line, fl
         for (int j = i < whole_rows ? whole_columns : 0; j < columns; j++) to[j * to_line + i] = from[i * from_line + j];
 }
 
-/* A tile of rows, [column][row of the tile], zeros where there are no more rows. */
-static void turned_tile(const float *rows, int count, int columns, float *to) {
-    turn(rows, count, columns, columns, to, TILE);
-    if (count < TILE)
-        for (int column = 0; column < columns; column++) memset(to + (int64_t)column * TILE + count, 0, sizeof(float) * (TILE - count));
+#define SINGLY 3 /* so few rows are multiplied one by one, and inputs fill the vectors */
+
+/* Vectors of rows in a tile; 0 if it is a single row. Other rows are padded to whole vectors. */
+static int vectors_of(const Rows *c) {
+    if (c->rows <= SINGLY && !c->kept) return 0;
+    return c->rows <= LANES ? 1 : c->rows <= 2 * LANES || MOST_VECTORS < 4 ? 2 : 4;
 }
 
-static int64_t rows_items(const Rows *c) { return c->to_weight ? c->members : c->members * up(c->rows, TILE); }
+static int tile_of(const Rows *c) { return vectors_of(c) ? vectors_of(c) * LANES : 1; }
 
-static int64_t rows_scratch(const Rows *c) { return (int64_t)sizeof(float) * TILE * (c->inputs + c->outputs); }
+/* A tile of rows, [column][row of the tile], zeros if there are no more rows. */
+static void turned_tile(const float *rows, int count, int columns, float *to, int tile) {
+    if (count < tile) memset(to, 0, sizeof(float) * tile * columns);
+    if (tile == 1) memcpy(to, rows, sizeof(float) * columns);
+    else turn(rows, count, columns, columns, to, tile);
+}
 
-/* The sums of one member and one tile of rows. */
-static void rows_sums(const Rows *c, int64_t item, float *scratch) {
-    const int64_t tiles = up(c->rows, TILE), member = item / tiles, first = item % tiles * TILE;
-    const int count = least(TILE, c->rows - first), groups = up(c->inputs, c->group);
-    const int32_t *starts = c->starts + member * ((int64_t)groups * c->outputs + 1);
-    float *x = scratch, *y = scratch + (int64_t)c->inputs * TILE;
-    turned_tile(c->input + member * c->input_member_stride + first * c->inputs, count, c->inputs, x);
-    for (int group = 0; group < groups; group++, x += (int64_t)c->group * TILE)
-        for (int output = 0; output < c->outputs; output++, starts++) {
-            float *to = y + (int64_t)output * TILE;
-            vector sums[4];
-            if (group)
-                UNROLL for (int v = 0; v < 4; v++) sums[v] = load(to + v * LANES);
-            else
-                UNROLL for (int v = 0; v < 4; v++) sums[v] = splat(c->bias ? c->bias[member * c->outputs + output] : 0);
-            for (int64_t k = starts[0]; k < starts[1]; k++) {
-                const float *from = x + (int64_t)c->places[k] * TILE;
-                const vector weight = splat(c->weight[c->at[k]]);
-                UNROLL for (int v = 0; v < 4; v++) ADD_PRODUCT_FROM(sums[v], weight, from + v * LANES);
-            }
-            UNROLL for (int v = 0; v < 4; v++) store(to + v * LANES, sums[v]);
+/* The sums of one list, each of `vectors` vectors of rows. Few vectors take several chains of sums, or every product would wait for the one before. */
+ALWAYS void list_sums(vector *sums, const float *x, const uint16_t *places, const int count, const float *weights, const int64_t stride, const int vectors) {
+    const int chains = 4 / vectors > 1 ? 4 : 2, tile = vectors * LANES;
+    vector parts[4][MOST_VECTORS];
+    UNROLL for (int chain = 0; chain < chains; chain++)
+        UNROLL for (int v = 0; v < vectors; v++) parts[chain][v] = splat(0);
+#define TAKE(chain, k) \
+    do { \
+        const float *from = x + (int64_t)places[k] * tile; \
+        const vector weight = splat(weights[places[k] * stride]); \
+        KEEP_POINTER(from); \
+        UNROLL for (int v = 0; v < vectors; v++) ADD_PRODUCT_FROM(parts[chain][v], weight, from + v * LANES); \
+    } while (0)
+    int k = 0;
+    for (; k + chains <= count; k += chains)
+        UNROLL for (int chain = 0; chain < chains; chain++) TAKE(chain, k + chain);
+    UNROLL for (int chain = 0; chain < chains - 1; chain++)
+        if (k + chain < count) TAKE(chain, k + chain);
+#undef TAKE
+    UNROLL for (int v = 0; v < vectors; v++) {
+        UNROLL for (int chain = 1; chain < chains; chain += 2) parts[chain - 1][v] += parts[chain][v];
+        if (chains == 4) parts[0][v] += parts[2][v];
+        sums[v] += parts[0][v];
+    }
+}
+
+/* The same of eight outputs that have their weights together. */
+ALWAYS void block_sums(vector *sums, const float *x, const uint16_t *places, const int count, const float *weights, const int vectors, const int tile) {
+    for (int k = 0; k < count; k++, weights += 8) {
+        const float *from = x + (int64_t)places[k] * tile;
+        vector inputs[2];
+        UNROLL for (int v = 0; v < vectors; v++) inputs[v] = load(from + v * LANES);
+        UNROLL for (int i = 0; i < 8; i++) {
+            const vector weight = splat(weights[i]);
+            UNROLL for (int v = 0; v < vectors; v++) ADD_PRODUCT(sums[i * vectors + v], inputs[v], weight);
         }
-    turn(y, c->outputs, count, TILE, c->output + (member * c->rows + first) * c->outputs, c->outputs);
+    }
 }
+
+#define AT_ONCE (LANES == 16 && MOST_VECTORS > 1 ? 2 : 1) /* vectors of rows whose sums of eight outputs fit into the registers */
+enum { FORWARD, BACKWARD, BLOCKS };
+
+typedef struct {
+    const Lists *lists;
+    const float *bias, *weight; /* of the member */
+    const int32_t *starts;
+    int id, relu;
+} Layer;
+
+/* Sums of all outputs of one member, over a tile of rows, to `y`: x and y are [input or output][row of the tile]. */
+ALWAYS void layer_sums(const Layer *layer, const float *x, float *y, const int vectors, const int kind) {
+    const Lists *l = layer->lists;
+    const int tile = vectors * LANES, groups = up(l->inputs, l->group), each = kind == BLOCKS ? 8 : 1, lists = up(l->outputs, each);
+    const int wide = each == 1 || vectors < AT_ONCE ? vectors : AT_ONCE; /* vectors at a time */
+    const int32_t *starts = layer->starts;
+    for (int group = 0; group < groups; group++, x += (int64_t)l->group * tile)
+        for (int list = 0; list < lists; list++, starts++) {
+            const int first = list * each, count = least(each, l->outputs - first), last = group == groups - 1, length = starts[1] - starts[0];
+            const uint16_t *places = l->places + starts[0];
+            for (int part = 0; part < vectors; part += wide) {
+                vector sums[8 * AT_ONCE > MOST_VECTORS ? 8 * AT_ONCE : MOST_VECTORS];
+                float *to = y + (int64_t)first * tile + part * LANES;
+                UNROLL for (int i = 0; i < each; i++)
+                    UNROLL for (int v = 0; v < wide; v++)
+                        sums[i * wide + v] = i >= count ? splat(0) : group ? load(to + i * tile + v * LANES) : splat(layer->bias ? layer->bias[first + i] : 0);
+                if (kind == BLOCKS)
+                    block_sums(sums, x + part * LANES, places, length, layer->weight + (int64_t)starts[0] * 8, wide, tile);
+                else
+                    list_sums(sums, x, places, length, layer->weight + list * l->output_stride + (int64_t)group * l->group * l->input_stride, kind == FORWARD ? 1 : l->input_stride, vectors);
+                if (layer->relu && last) UNROLL for (int i = 0; i < each * wide; i++) sums[i] = positive(sums[i]);
+                UNROLL for (int i = 0; i < each; i++)
+                    if (i < count) UNROLL for (int v = 0; v < wide; v++) store(to + i * tile + v * LANES, sums[i * wide + v]);
+            }
+        }
+}
+
+typedef void LayerSums(const Layer *, const float *x, float *y);
+#define SUMS_OF(vectors, kind) \
+    static void sums_##vectors##_##kind(const Layer *l, const float *x, float *y) { layer_sums(l, x, y, vectors, kind); }
+SUMS_OF(1, FORWARD) SUMS_OF(1, BACKWARD) SUMS_OF(1, BLOCKS) SUMS_OF(2, FORWARD) SUMS_OF(2, BACKWARD) SUMS_OF(2, BLOCKS)
+SUMS_OF(4, FORWARD) SUMS_OF(4, BACKWARD) SUMS_OF(4, BLOCKS)
 
 /* Add up the lanes of LANES vectors: the sum of the first one is the first lane of the result. */
 ALWAYS vector sums_of_lanes(vector v[LANES]) {
@@ -99,39 +164,186 @@ ALWAYS vector sums_of_lanes(vector v[LANES]) {
 #endif
 }
 
-/* The gradient of all weights of one member: for each, the product of what goes in and the gradient of what comes out, over all rows. */
-static void rows_gradient(const Rows *c, int64_t member, float *scratch) {
-    const int groups = up(c->inputs, c->group);
-    float *gradient = scratch + (int64_t)c->inputs * TILE;
-    for (int64_t first = 0; first < c->rows; first += TILE) {
-        const int count = least(TILE, c->rows - first);
-        const int32_t *starts = c->starts + member * ((int64_t)groups * c->outputs + 1);
-        const float *x = scratch;
-        turned_tile(c->input + member * c->input_member_stride + first * c->inputs, count, c->inputs, scratch);
-        turned_tile(c->output + (member * c->rows + first) * c->outputs, count, c->outputs, gradient);
-        for (int group = 0; group < groups; group++, x += (int64_t)c->group * TILE)
-            for (int output = 0; output < c->outputs; output++, starts++) {
-                vector g[4];
-                UNROLL for (int v = 0; v < 4; v++) g[v] = load(gradient + (int64_t)output * TILE + v * LANES);
-                for (int64_t k = starts[0]; k < starts[1]; k += LANES) {
-                    const int64_t here = least(LANES, starts[1] - k);
-                    vector sums[LANES];
-                    UNROLL for (int i = 0; i < LANES; i++) {
-                        const float *from = x + (int64_t)c->places[i < here ? k + i : k] * TILE;
-                        sums[i] = g[0] * load(from);
-                        UNROLL for (int v = 1; v < 4; v++) ADD_PRODUCT_FROM(sums[i], g[v], from + v * LANES);
-                    }
-                    const vector found = sums_of_lanes(sums);
-                    for (int i = 0; i < here; i++) {
-                        float *to = c->to_weight + c->at[k + i];
-                        *to = first ? *to + found[i] : found[i];
-                    }
+/* The sums of a single row: weights of others are taken as zero, and so is what is not a number in their places. */
+static void row_sums(const Layer *layer, const float *x, float *y) {
+    const Lists *l = layer->lists;
+    const int whole = l->inputs / LANES * LANES;
+    const mask mine = layer->id - (mask){0};
+    for (int first = 0; first < l->outputs; first += LANES) {
+        const int count = least(LANES, l->outputs - first);
+        vector sums[LANES];
+        for (int i = 0; i < LANES; i++) {
+            const int64_t row = first + (i < count ? i : 0);
+            const float *weight = layer->weight + row * l->inputs;
+            const uint8_t *owners = l->owners ? l->owners + row * l->inputs : NULL;
+            vector sum = splat(0), other = splat(0);
+#define TAKE(sum, at) \
+    do { \
+        vector w = load(weight + (at)), in = load(x + (at)); \
+        if (owners) { \
+            const mask own = widened(owners + (at)) == mine; \
+            w = (vector)((mask)w & own), in = (vector)((mask)in & own); \
+        } \
+        ADD_PRODUCT(sum, w, in); \
+    } while (0)
+            int at = 0;
+            for (; at + LANES < whole; at += 2 * LANES) {
+                TAKE(sum, at);
+                TAKE(other, at + LANES);
+            }
+            if (at < whole) TAKE(sum, at);
+#undef TAKE
+            sum += other;
+            for (at = whole; at < l->inputs; at++)
+                if (!owners || owners[at] == layer->id) sum[0] += weight[at] * x[at];
+            sums[i] = sum;
+        }
+        const vector found = sums_of_lanes(sums);
+        for (int i = 0; i < count; i++) {
+            const float sum = found[i] + (layer->bias ? layer->bias[first + i] : 0);
+            y[first + i] = layer->relu && sum < 0 ? 0 : sum;
+        }
+    }
+}
+
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* a block of outputs, whatever LANES is */
+
+static void row_blocks(const Layer *layer, const float *x, float *y) {
+    const Lists *l = layer->lists;
+    const int groups = up(l->inputs, l->group), lists = up(l->outputs, 8);
+    for (int list = 0; list < lists; list++) {
+        eight sums[2] = {{0}, {0}};
+        for (int group = 0; group < groups; group++) {
+            const int32_t *starts = layer->starts + group * lists + list;
+            const float *weight = layer->weight + (int64_t)starts[0] * 8, *from = x + group * l->group;
+            for (int k = starts[0]; k < starts[1]; k++, weight += 8) sums[k % 2] += *(const eight *)weight * (from[l->places[k]] - (eight){0});
+        }
+        sums[0] += sums[1];
+        for (int i = 0; i < 8 && list * 8 + i < l->outputs; i++) {
+            const float sum = sums[0][i] + (layer->bias ? layer->bias[list * 8 + i] : 0);
+            y[list * 8 + i] = layer->relu && sum < 0 ? 0 : sum;
+        }
+    }
+}
+
+static void run_layer(const Rows *c, const Lists *l, const Linear *of, int64_t member, const float *x, float *y) {
+    static LayerSums *const ways[3][3] = {{sums_1_FORWARD, sums_1_BACKWARD, sums_1_BLOCKS}, {sums_2_FORWARD, sums_2_BACKWARD, sums_2_BLOCKS}, {sums_4_FORWARD, sums_4_BACKWARD, sums_4_BLOCKS}};
+    const int vectors = vectors_of(c), kind = l->each == 8 ? BLOCKS : l == &of->backward ? BACKWARD : FORWARD;
+    Layer layer = {.lists = l, .id = c->ids ? c->ids[member] : member, .starts = l->starts + member * l->starts_stride};
+    layer.weight = l->weight + layer.id * l->member_stride;
+    if (kind != BACKWARD) layer.bias = of->bias ? of->bias + member * of->bias_stride : NULL, layer.relu = of->relu;
+    if (vectors) ways[vectors / 2][kind](&layer, x, y);
+    else if (kind == BLOCKS) row_blocks(&layer, x, y);
+    else row_sums(&layer, x, y);
+}
+
+static int64_t widest(const Rows *c) {
+    int most = c->layers[0].forward.inputs;
+    for (int i = 0; i < c->count; i++)
+        if (c->layers[i].forward.outputs > most) most = c->layers[i].forward.outputs;
+    return most;
+}
+
+/* Floats of a row whose inputs and outputs of all layers are kept. */
+static int64_t kept_width(const Rows *c) {
+    int64_t width = c->layers[0].forward.inputs;
+    for (int i = 0; i < c->count; i++) width += c->layers[i].forward.outputs;
+    return width;
+}
+
+static int64_t rows_items(const Rows *c) { return c->backward ? c->members : c->members * up(c->rows, tile_of(c)); }
+
+static int64_t rows_scratch(const Rows *c) { return (int64_t)sizeof(float) * 2 * tile_of(c) * widest(c); }
+
+/* One member and one tile of rows, through all layers. */
+static void rows_forward(const Rows *c, int64_t item, float *scratch) {
+    const int tile = tile_of(c);
+    const int64_t tiles = up(c->rows, tile), member = item / tiles, first = item % tiles * tile, half = widest(c) * tile;
+    const int count = least(tile, c->rows - first), inputs = c->layers[0].forward.inputs;
+    float *x = c->kept ? c->kept + item * kept_width(c) * tile : scratch;
+    turned_tile(c->input + member * c->input_member_stride + first * inputs, count, inputs, x, tile);
+    for (int i = 0; i < c->count; i++) {
+        const Linear *l = c->layers + i;
+        float *y = c->kept ? x + (int64_t)l->forward.inputs * tile : scratch + (i % 2 ? 0 : half);
+        run_layer(c, &l->forward, l, member, x, y);
+        x = y;
+    }
+    const int outputs = c->layers[c->count - 1].forward.outputs;
+    turn(x, outputs, count, tile, c->output + (member * c->rows + first) * outputs, outputs);
+}
+
+/* The gradient of the weights of one member: for each, the product of what goes in and the gradient of what comes out, over a tile of rows. */
+ALWAYS void weight_gradient(const Linear *layer, int64_t member, const float *x, const float *gradient, int more, const int vectors) {
+    const Lists *l = &layer->forward;
+    const int tile = vectors * LANES, groups = up(l->inputs, l->group);
+    const int32_t *starts = l->starts + member * l->starts_stride;
+    for (int group = 0; group < groups; group++, x += (int64_t)l->group * tile)
+        for (int output = 0; output < l->outputs; output++, starts++) {
+            float *row = layer->to_weight + member * l->member_stride + output * l->output_stride + group * l->group;
+            vector g[MOST_VECTORS];
+            UNROLL for (int v = 0; v < vectors; v++) g[v] = load(gradient + (int64_t)output * tile + v * LANES);
+            for (int64_t k = starts[0]; k < starts[1]; k += LANES) {
+                const int64_t here = least(LANES, starts[1] - k);
+                vector sums[LANES];
+                UNROLL for (int i = 0; i < LANES; i++) {
+                    const float *from = x + (int64_t)l->places[i < here ? k + i : k] * tile;
+                    sums[i] = g[0] * load(from);
+                    UNROLL for (int v = 1; v < vectors; v++) ADD_PRODUCT_FROM(sums[i], g[v], from + v * LANES);
+                }
+                const vector found = sums_of_lanes(sums);
+                for (int i = 0; i < here; i++) {
+                    float *to = row + l->places[k + i];
+                    *to = more ? *to + found[i] : found[i];
                 }
             }
+        }
+}
+
+/* The gradients of one member: of its weights, of its biases, and of what it was given. */
+static void rows_backward(const Rows *c, int64_t member, float *scratch) {
+    const int vectors = vectors_of(c), tile = vectors * LANES, inputs = c->layers[0].forward.inputs, outputs = c->layers[c->count - 1].forward.outputs;
+    const int64_t tiles = up(c->rows, tile), half = widest(c) * tile;
+    for (int64_t first = 0; first < c->rows; first += tile) {
+        const int count = least(tile, c->rows - first);
+        const float *kept = c->kept + (member * tiles + first / tile + 1) * kept_width(c) * tile;
+        float *gradient = scratch, *next = scratch + half;
+        turned_tile(c->output + (member * c->rows + first) * outputs, count, outputs, gradient, tile);
+        for (int i = c->count; i--;) {
+            const Linear *l = c->layers + i;
+            const float *y = kept - (int64_t)l->forward.outputs * tile, *x = y - (int64_t)l->forward.inputs * tile;
+            kept = y;
+            for (int output = 0; output < l->forward.outputs; output++) {
+                vector sum = splat(0);
+                for (int v = 0; v < vectors; v++) {
+                    const int64_t at = (int64_t)output * tile + v * LANES;
+                    vector g = load(gradient + at);
+                    if (l->relu) {
+                        g = (vector)((mask)g & (mask)(load(y + at) > splat(0)));
+                        store(gradient + at, g);
+                    }
+                    sum += g;
+                }
+                if (l->to_bias) {
+                    float *to = l->to_bias + member * l->bias_stride + output, all = 0;
+                    for (int lane = 0; lane < LANES; lane++) all += sum[lane];
+                    *to = first ? *to + all : all;
+                }
+            }
+            if (l->to_weight) {
+                if (vectors == 1) weight_gradient(l, member, x, gradient, first > 0, 1);
+                else if (vectors == 2) weight_gradient(l, member, x, gradient, first > 0, 2);
+                else weight_gradient(l, member, x, gradient, first > 0, 4);
+            }
+            if (i == 0 && !c->to_input) break;
+            run_layer(c, &l->backward, l, member, gradient, next);
+            float *swapped = gradient;
+            gradient = next, next = swapped;
+        }
+        if (c->to_input) turn(gradient, inputs, count, tile, c->to_input + (member * c->rows + first) * inputs, inputs);
     }
 }
 
 static void rows_item(const Rows *c, int64_t item, float *scratch) {
-    if (c->to_weight) rows_gradient(c, item, scratch);
-    else rows_sums(c, item, scratch);
+    if (c->backward) rows_backward(c, item, scratch);
+    else rows_forward(c, item, scratch);
 }

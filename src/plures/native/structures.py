@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from plures.errors import PluresError
 
 MOST = 2**30
 BLOCK = 8  # outputs of one input that have one owner with granularity "block": a vector of the CPU
 MOST_PLACES = 2**16  # of one list: they are kept in 16 bits
+LINEAR_GROUP = 64  # inputs of a linear layer at a time: with the rows of a tile, they stay in the first cache
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -33,12 +33,6 @@ Convolution = _structure(
     (_LONG, "output_channel_stride output_row_stride output_pixel_stride"),
     (_INT, "members images channels height width outputs output_height output_width kernel_height kernel_width"),
     (_INT, "stride_y stride_x padding_y padding_x lanes group whole relu"),
-)
-BlockLinear = _structure(
-    "BlockLinear",
-    (_POINTER, "input values bias starts places output"),
-    (_LONG, "input_member_stride"),
-    (_INT, "members rows inputs outputs group relu"),
 )
 Blocking = _structure(
     "Blocking",
@@ -67,15 +61,26 @@ Norm = _structure(
     (ctypes.c_double, "epsilon"),
     (_INT, "relu backward"),
 )
+LinearLists = _structure(
+    "LinearLists",
+    (_POINTER, "weight owners starts places"),
+    (_LONG, "starts_stride member_stride output_stride input_stride"),
+    (_INT, "inputs outputs group each"),
+)
+Linear = _structure(
+    "Linear",
+    (LinearLists, "forward backward"),
+    (_POINTER, "bias to_weight to_bias"),
+    (_LONG, "bias_stride"),
+    (_INT, "relu"),
+)
 Rows = _structure(
     "Rows",
-    (_POINTER, "input weight bias output to_weight starts places at"),
+    (_POINTER, "input output kept to_input layers ids"),
     (_LONG, "input_member_stride"),
-    (_INT, "members rows inputs outputs group"),
+    (_INT, "members rows count backward"),
 )
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    *(Convolution, BlockLinear, Blocking, Affine, KernelGradient, Norm, Rows),
-)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (*(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows),)
 
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:
@@ -121,24 +126,28 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
         )
 
 
-def was_checked(tensors: Sequence[Tensor], *settings: int) -> bool:
-    """Return whether these tensors were passed to `remember` with these settings, and are unchanged since."""
-    references, known = _checked.get(tensors[0], ((), None))  # type: ignore[no-untyped-call]
-    held = [reference() for reference in references]
-    return list(map(id, held)) == list(map(id, tensors)) and known == _state(tensors, settings)
+def recall(tensors: Sequence[Tensor], *settings: int) -> Any:
+    """Return what was remembered of these tensors with these settings; None if there is nothing, or they changed."""
+    references, known, what = _remembered.get(id(tensors[0]), ((), None, None))
+    held = [id(reference()) for reference in references]
+    return what if held == list(map(id, tensors)) and known == _state(tensors, settings) else None
 
 
-def remember(tensors: Sequence[Tensor], *settings: int) -> None:
-    """Remember that tensors were found right; those that do not count their changes are checked every time."""
-    if not any(tensor.is_inference() for tensor in tensors):
-        _checked[tensors[0]] = ([weakref.ref(tensor) for tensor in tensors], _state(tensors, settings))
+def remember(what: Any, tensors: Sequence[Tensor], *settings: int) -> None:
+    """Remember what follows from tensors, until they change; those that do not count their changes are not known."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return
+    place = id(tensors[0])
+    forget = weakref.ref(tensors[0], lambda gone: _remembered.pop(place, None))
+    others = [weakref.ref(tensor) for tensor in tensors[1:]]
+    _remembered[place] = [forget, *others], _state(tensors, settings), what
 
 
-_checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_remembered: dict[int, tuple[Sequence[weakref.ref[Tensor]], Any, Any]] = {}
 
 
 def _state(tensors: Sequence[Tensor], settings: tuple[int, ...]) -> tuple[Any, ...]:
-    return (settings, *((tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()) for tensor in tensors))
+    return settings, [(one.data_ptr(), one._version, one.shape, one.stride()) for one in tensors]
 
 
 def check_lists(starts: Tensor, places: Tensor, groups: int, limit: int, last_limit: int) -> None:
@@ -146,10 +155,11 @@ def check_lists(starts: Tensor, places: Tensor, groups: int, limit: int, last_li
 
     What was found right is remembered until the tensors change.
     """
-    if was_checked((starts, places), groups, limit, last_limit):
+    if recall((starts, places), groups, limit, last_limit):
         return
     for name, tensor, dtype in (("starts", starts, torch.int32), ("places", places, torch.int16)):
-        if tensor.dtype != dtype or not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
+        plain = tensor.dtype == dtype and tensor.is_cpu and tensor.layout == torch.strided
+        if not plain or tensor.stride(-1) != 1:
             raise PluresError(f"{name} must be contiguous {dtype} on the CPU, not {tensor.dtype} on {tensor.device}")
     begins, named = starts.numpy(), places.numpy().view(np.uint16)
     if begins.min() < 0 or begins.max() > named.size or (np.diff(begins, axis=1) < 0).any():
@@ -159,7 +169,7 @@ def check_lists(starts: Tensor, places: Tensor, groups: int, limit: int, last_li
         for part, most in ((named[row[0] : middle], limit), (named[middle : row[-1]], last_limit)):
             if part.size and part.max() >= most:
                 raise PluresError(f"the lists do not fit this layer: places must be below {most}, not {part.max()}")
-    remember((starts, places), groups, limit, last_limit)
+    remember(True, (starts, places), groups, limit, last_limit)
 
 
 class Lists(NamedTuple):
@@ -189,40 +199,70 @@ def kernel_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Ten
     whole = owners.numel() == outputs * inputs
     # Single weights need an input of their own each: this many channels stay in the first cache. Kernels do not.
     most = MOST_PLACES if whole and taps > 1 else min(max(1, MOST_PLACES // taps), 32 if taps > 1 else 64)
-    group = min(inputs, most)
     places = 1 if whole else taps
-    entries = weight.reshape(outputs, inputs, places, -1)
-    return _lists(entries, owners.reshape(outputs, inputs, places), members, scales, group, whole)
+    entries = weight.reshape(1, outputs, inputs, places, -1)
+    mine = _mine(owners.reshape(outputs, inputs, places), members)
+    return _lists(entries, mine, scales, min(inputs, most), whole)
 
 
-def block_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Tensor | None = None) -> Lists:
-    """List the blocks of 8 outputs of a linear layer, [outputs, inputs], that each member owns.
+class LinearWeights(NamedTuple):
+    """What the members have of a linear layer: lists, as `Lists`, of the inputs that each output is computed from.
 
-    Owners have the shape [outputs / 8, inputs], rounded up.
+    `copies` is 0 if members own single weights, -1 if they own blocks of eight outputs, and otherwise the number of
+    members, each with a weight of its own. `weights` are in the order of the layer, or for blocks in that of the lists.
     """
-    outputs, inputs = weight.shape
-    blocks = -(-outputs // BLOCK)
-    missing = blocks * BLOCK - outputs
-    scales = None if scales is None else F.pad(scales, (0, missing))
-    padded = F.pad(weight, (0, 0, 0, missing))
-    entries = padded.reshape(blocks, BLOCK, inputs).transpose(1, 2).reshape(blocks, inputs, 1, BLOCK)
-    return _lists(entries, owners.reshape(blocks, inputs, 1), members, scales, min(inputs, 512), True)
+
+    starts: Tensor
+    places: Tensor
+    weights: Tensor
+    owners: Tensor
+    inputs: int
+    outputs: int
+    copies: int
 
 
-def _lists(
-    entries: Tensor, owners: Tensor, members: list[int], scales: Tensor | None, group: int, whole: bool
-) -> Lists:
-    """List the entries, [outputs, inputs, places, values], of the members; drop what has no owner."""
-    outputs, inputs, places = owners.shape
+def linear_lists(weight: Tensor, owners: Tensor | None, members: list[int]) -> LinearWeights:
+    """List the weights of a linear layer, [outputs, inputs], that each member owns.
+
+    Owners have the shape of the weight, or [outputs / 8, inputs], rounded up, if eight outputs of an input have one
+    owner; without them, every member has a weight of its own, [members, outputs, inputs].
+    """
+    outputs, inputs = weight.shape[-2:]
+    if weight.dtype != torch.float32:
+        raise PluresError(f"the native library multiplies float32, not {weight.dtype}")
+    weight, group, nothing = weight.detach().cpu(), min(inputs, LINEAR_GROUP), torch.empty(0, dtype=torch.uint8)
+    if owners is None:
+        order = in_order(torch.ones(1, outputs, inputs, 1, dtype=torch.bool), group)
+        starts = order.starts.expand(len(members), -1).contiguous()
+        places = order.places.to(torch.int16)
+        return LinearWeights(starts, places, weight.flatten(), nothing, inputs, outputs, len(members))
+    order = in_order(_mine(owners[..., None], members), group)
+    lists = order.starts, order.places.to(torch.int16)
+    if len(owners) != outputs:
+        padded = F.pad(weight, (0, 0, 0, -outputs % BLOCK))
+        blocks = padded.view(-1, BLOCK, inputs).transpose(1, 2)
+        return LinearWeights(*lists, blocks[order.output, order.channel].flatten(), nothing, inputs, outputs, -1)
+    places_of = torch.full((256,), 255, dtype=torch.uint8)  # of members among those that run; 255 is none of them
+    places_of[members] = torch.arange(len(members), dtype=torch.uint8)
+    return LinearWeights(*lists, weight.flatten(), places_of[owners.cpu().flatten().long()], inputs, outputs, 0)
+
+
+def _mine(owners: Tensor, members: list[int]) -> Tensor:
+    return owners.cpu() == torch.tensor(members, dtype=owners.dtype).view(-1, *[1] * owners.dim())
+
+
+def _lists(entries: Tensor, mine: Tensor, scales: Tensor | None, group: int, whole: bool) -> Lists:
+    """List the entries, [members or 1, outputs, inputs, places, values], that each member has; drop the others."""
+    members, outputs, inputs, places = mine.shape
     if entries.dtype != torch.float32:
         raise PluresError(f"the native library multiplies float32, not {entries.dtype}")
-    mine = owners.cpu() == torch.tensor(members, dtype=owners.dtype)[:, None, None, None]
     order = in_order(mine, group)
     rows = order.output * (inputs * places) + order.channel * places + order.places % places
-    values = entries.detach().cpu().reshape(outputs * inputs * places, -1)[rows]
+    if len(entries) > 1:
+        rows += order.member * (outputs * inputs * places)
+    values = entries.detach().cpu().reshape(-1, entries.shape[-1])[rows]
     if scales is not None:
-        factors = scales.detach().cpu().reshape(len(members), outputs, -1)  # 8 of each output in blocks
-        values = values * factors[order.member, order.output]
+        values = values * scales.detach().cpu().reshape(members, outputs, -1)[order.member, order.output]
     return Lists(order.starts, order.places.to(torch.int16), values.contiguous(), inputs, group, whole)
 
 

@@ -7,7 +7,6 @@
 #include <string.h>
 #include "training.h"
 #include "vectors.h"
-#include "rows.h"
 
 #define INPUT_BYTES (20 * 1024)     /* of one channel that is copied for its kernels: stays in the first cache */
 #define GRADIENT_BYTES (768 * 1024) /* of the gradients that all kernels of a pass read: stays in the second cache */
@@ -379,7 +378,4 @@ const TrainingKernels TRAINING = {
     .gradient_scratch = gradient_scratch,
     .gradient_item = gradient_item,
     .norm_item = norm_item,
-    .rows_items = rows_items,
-    .rows_scratch = rows_scratch,
-    .rows_item = rows_item,
 };

@@ -27,19 +27,6 @@ typedef struct {
     int32_t relu, backward;
 } Norm;
 
-/* A linear layer of all members over plain rows, [member][row][input] to [member][row][output]. The weights that a member owns stand in
-   lists, one per (member, group of inputs, output), as in owned.h: `places` are inputs of the group, `at` where weights lie in `weight`.
-   With `to_weight`, `output` is read as the gradient of the outputs, and the gradient of each weight is written to to_weight[at[k]]. */
-typedef struct {
-    const float *input, *weight, *bias; /* bias, [member][output], may be NULL */
-    float *output, *to_weight;
-    const int32_t *starts;
-    const uint16_t *places;
-    const int32_t *at;
-    int64_t input_member_stride; /* in floats; 0 if all members see the same input */
-    int32_t members, rows, inputs, outputs, group;
-} Rows;
-
 enum { STEP_CONVOLUTION, STEP_GRADIENT, STEP_NORM }; /* what plures_steps runs */
 
 /* Work is cut into items that do not depend on the number of threads. Bytes of scratch are what each thread needs. */
@@ -48,9 +35,6 @@ typedef struct {
     int64_t (*gradient_scratch)(const KernelGradient *);
     void (*gradient_item)(const KernelGradient *, int64_t item, float *scratch);
     void (*norm_item)(const Norm *, int64_t item);
-    int64_t (*rows_items)(const Rows *);
-    int64_t (*rows_scratch)(const Rows *);
-    void (*rows_item)(const Rows *, int64_t item, float *scratch);
 } TrainingKernels;
 
 #endif

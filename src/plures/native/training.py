@@ -25,8 +25,8 @@ from plures.native.structures import (
     filled,
     floats,
     in_order,
+    recall,
     remember,
-    was_checked,
 )
 
 MOST_PLACES = 2**15  # places of a group, in 16 bits with a sign
@@ -177,7 +177,7 @@ def check_kernels(kernels: MemberKernels, rows: int) -> None:
     """Check that lists name kernels of a weight of so many, for as long as they do not change."""
     held = [one for order in kernels[:3] for one in order[:3]]
     inputs, outputs, members = kernels.inputs, kernels.outputs, len(kernels.forward.starts)
-    if was_checked(held, inputs, outputs, rows):
+    if recall(held, inputs, outputs, rows):
         return
     axes = ((outputs, inputs), (inputs, outputs), (inputs, outputs))
     for order, (lists, axis), kind in zip(kernels[:3], axes, (torch.int16, torch.int16, torch.int32), strict=True):
@@ -199,7 +199,7 @@ def check_kernels(kernels: MemberKernels, rows: int) -> None:
         check_lists(starts, places.to(torch.int16), groups, group, axis - (groups - 1) * group)
         if kind is torch.int32 and len(places) and int(places.max()) >= outputs:
             raise PluresError(f"the lists name outputs that a layer of {outputs} does not have")
-    remember(held, inputs, outputs, rows)
+    remember(True, held, inputs, outputs, rows)
 
 
 class _Given(NamedTuple):

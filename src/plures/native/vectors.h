@@ -2,6 +2,9 @@
 #ifndef PLURES_VECTORS_H
 #define PLURES_VECTORS_H
 #include <stdint.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define ALWAYS static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -26,6 +29,19 @@ ALWAYS vector splat(float value) { return value - (vector){0}; }
 ALWAYS vector positive(vector v) { return (vector)((mask)v & ~(mask)(v < splat(0))); } /* keeps NaN, as torch does */
 ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* LANES bytes as numbers; compilers take them one by one. */
+ALWAYS mask widened(const uint8_t *p) {
+#if LANES == 16 && defined(__AVX512F__) && !defined(PLURES_PLAIN)
+    return (mask)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif LANES == 8 && defined(__AVX2__) && !defined(PLURES_PLAIN)
+    return (mask)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    mask made;
+    for (int i = 0; i < LANES; i++) made[i] = p[i];
+    return made;
+#endif
+}
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

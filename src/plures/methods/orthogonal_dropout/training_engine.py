@@ -22,7 +22,7 @@ from plures.graph import CONVOLUTIONS, Graph, has_hooks, is_of_torch, is_plain_c
 from plures.methods.orthogonal_dropout.masks import Keep, mask_of
 from plures.methods.orthogonal_dropout.together import Members
 from plures.native.library import load, why_unavailable
-from plures.native.rows import linear
+from plures.native.rows import LinearLayer, linear
 from plures.native.training import (
     Convolved,
     MemberKernels,
@@ -553,7 +553,7 @@ class _Prepared(fx.Interpreter):
         if node in self.batched and self.with_library and products >= MANY_PRODUCTS:
             if node not in self.lists:
                 self.lists[node] = kernels_of(self._mine(node))
-            result = linear(rows, self.subject.split(f"{node.target}.weight"), bias, self.lists[node])
+            result = linear(rows, LinearLayer(self.subject.split(f"{node.target}.weight"), bias, self.lists[node]))
         else:
             rows, weight = rows.expand(members, -1, -1), self._weight(node).transpose(1, 2)
             result = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from plures.errors import PluresError
@@ -27,8 +27,7 @@ log = logging.getLogger("plures")
 # What all members of a layer cost in dense layers of one network, if the kernels do worst: docs/engines.md says what
 # was measured. A layer that runs member by member costs as many as there are members, and the way there and back.
 COST_OF_KERNELS, COST_OF_WEIGHTS = 2.0, 2.5
-COST_OF_TOKENS = {"block": 2.5, "weight": 4.0}  # linear layers that see many rows of one sample
-COST_OF_ROWS = {"block": 5.5, "weight": 7.5}  # other linear layers: one sample is a single row
+COST_OF_LINEAR = {"block": 1.5, "weight": 2.0}
 MOVED = 16  # multiplications that take as long as to read or write one number
 
 
@@ -96,8 +95,7 @@ def _costs(
             continue
         apart += members * (products + moved)
         owners = parts.owners.get(parts.first(weight))
-        single = owners is not None and owners.numel() == tensor.numel()
-        each = None if owners is None else _cost(layer, single, spatial, parts, weight.rpartition(".")[0])
+        each = _cost(layer, owners, tensor, parts, weight.rpartition(".")[0])
         # What runs member by member is laid out anew, cut into members, and joined again.
         owned += members * (products + 3 * moved) if each is None else each * products + members * moved
     return owned, apart
@@ -115,11 +113,12 @@ def _weights(node: fx.Node, graph: Graph, shape: torch.Size) -> Iterator[tuple[s
             yield f"{node.target}.{name}".rstrip(".") + ".weight", layer, spatial
 
 
-def _cost(layer: nn.Module | None, single: bool, spatial: int, parts: Parts, name: str) -> float | None:
+def _cost(layer: nn.Module | None, owners: Tensor | None, weight: Tensor, parts: Parts, name: str) -> float | None:
     """Return how many dense layers the kernels of all members cost; None if they cannot run it."""
+    single = owners is not None and owners.numel() == weight.numel()
     if isinstance(layer, nn.Linear):
-        return (COST_OF_TOKENS if spatial > 1 else COST_OF_ROWS)["weight" if single else "block"]
-    if layer is None or not OwnedConvolution.fits(layer, parts, name):
+        return len(parts.members) if owners is None else COST_OF_LINEAR["weight" if single else "block"]
+    if owners is None or layer is None or not OwnedConvolution.fits(layer, parts, name):
         return None
     return COST_OF_WEIGHTS if single else COST_OF_KERNELS
 

@@ -4,7 +4,7 @@ Between layers the members lie one after the other along the batch axis, or `blo
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from plures.methods.orthogonal_dropout.masks import owned_part, spread
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
-from plures.native.structures import Lists, block_lists, kernel_lists
+from plures.native.structures import LinearWeights, Lists, kernel_lists, linear_lists
 from plures.tensors import canonical, own_tensors
 
 
@@ -72,6 +72,10 @@ class Parts:
         """Return a tensor's role, or None if the network has no tensor of this name."""
         return self.roles.get(self.first(name))
 
+    def differs(self, name: str) -> bool:
+        """Return whether members have a tensor of this name, and each another one."""
+        return self.role(name) in (Role.SPLIT, Role.PRIVATE)
+
     def own(self, name: str) -> Tensor | None:
         """Return a tensor of the split network, or None if it has none of this name."""
         return self._own.get(self.first(name))
@@ -99,45 +103,36 @@ class Parts:
         return part * self._scales[index][name] if name in self._scales[index] else part
 
     def lists(self, weight: str) -> Lists:
-        """Return what each member owns of a split weight, with the factors of a norm layer that was folded into it."""
+        """Return what each member owns of a convolution, with the factors of a norm layer that was folded into it."""
         first = self.first(weight)
-        values, owners = self._own[first], self.owners[first]
         scales = [scales[weight].flatten() for scales in self._scales if weight in scales]
-        factors = torch.stack(scales) if scales else None
-        in_blocks = values.dim() == 2 and len(owners) != len(values)
-        owners = owners if in_blocks else spread(owners, values)
-        return (block_lists if in_blocks else kernel_lists)(values, owners, self.members, factors)
+        owners = spread(self.owners[first], self._own[first])
+        return kernel_lists(self._own[first], owners, self.members, torch.stack(scales) if scales else None)
+
+    def linear_lists(self, weight: str) -> LinearWeights:
+        """Return what each member has of a linear layer."""
+        first = self.first(weight)
+        if first in self._private[0]:
+            return linear_lists(self.stack(weight, torch.empty(0)), None, self.members)
+        return linear_lists(self._own[first], self.owners[first], self.members)
 
 
-class _OwnedLayer(OfMembers):
-    """Keep the lists and biases of the members that run."""
+class OwnedConvolution(OfMembers):
+    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to."""
 
     starts: Tensor
     places: Tensor
     values: Tensor
     bias: Tensor
 
-    def __init__(self, parts: Parts, weight: str, bias: str, outputs: int, relu: bool = False) -> None:
-        lists = parts.lists(weight)
-        biases = parts.stack(bias, torch.zeros(outputs)).float().contiguous()
-        super().__init__(len(parts.members), starts=lists.starts, bias=biases)
-        for name, tensor in (("places", lists.places), ("values", lists.values)):
-            self.register_buffer(name, tensor, persistent=False)
-        self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
-        self.relu = relu
-
-    @property
-    def weight(self) -> Tensor:
-        """An empty tensor: networks ask a layer's weight for its dtype and device."""
-        return self.values.new_empty(0)
-
-
-class OwnedConvolution(_OwnedLayer):
-    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to."""
-
     def __init__(self, layer: nn.Conv2d, parts: Parts, name: str, relu: bool) -> None:
-        super().__init__(parts, f"{name}.weight", f"{name}.bias", layer.out_channels, relu)
-        self.kernel, self.stride = layer.kernel_size, layer.stride
+        lists = parts.lists(f"{name}.weight")
+        biases = parts.stack(f"{name}.bias", torch.zeros(layer.out_channels)).float().contiguous()
+        super().__init__(len(parts.members), starts=lists.starts, bias=biases)
+        for kind, tensor in (("places", lists.places), ("values", lists.values)):
+            self.register_buffer(kind, tensor, persistent=False)
+        self.inputs, self.group, self.whole = lists.inputs, lists.group, lists.whole
+        self.kernel, self.stride, self.relu = layer.kernel_size, layer.stride, relu
         self.padding = cast(tuple[int, int], layer.padding)
 
     @staticmethod
@@ -168,16 +163,42 @@ class OwnedConvolution(_OwnedLayer):
         return result.relu() if self.relu else result
 
 
-class OwnedLinear(_OwnedLayer):
-    """A linear layer of all members; the members lie along the first axis, or all see the same rows."""
+class LinearLayer(NamedTuple):
+    """The names of the tensors of a linear layer, how many outputs it has, and whether a ReLU follows."""
+
+    weight: str
+    bias: str
+    outputs: int
+    relu: bool = False
+
+
+class OwnedLinear(OfMembers):
+    """A chain of linear layers of all members; the members lie along the first axis, or all see the same rows."""
+
+    def __init__(self, parts: Parts, *layers: LinearLayer) -> None:
+        found = [parts.linear_lists(layer.weight) for layer in layers]
+        biases = [parts.stack(layer.bias, torch.zeros(layer.outputs)).float() for layer in layers]
+        members = len(parts.members)
+        starts, ids = torch.cat([one.starts for one in found], 1), torch.arange(members, dtype=torch.int32)
+        super().__init__(members, starts=starts, bias=torch.cat(biases, 1), ids=ids)
+        for name in ("places", "weights", "owners"):
+            self.register_buffer(name, torch.cat([getattr(one, name) for one in found]), persistent=False)
+        self.sizes: list[int] = []
+        for one, layer in zip(found, layers, strict=True):
+            self.sizes += (one.inputs, one.outputs, one.copies, len(one.places), layer.relu)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor: networks ask a layer's weight for its dtype and device."""
+        return self.get_buffer("weights").new_empty(0)
 
     def forward(self, x: Tensor, shared: bool = False) -> Tensor:
         """Return [members * batch, ..., outputs]."""
-        members = self.count
-        rows = x.reshape(1 if shared else members, -1, self.inputs)
-        lists = (self.starts, self.places, self.values, self.bias)
-        result: Tensor = operators.linear(rows, *lists, self.inputs, self.group, self.relu)
-        return result.reshape(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
+        members, held = self.count, self._buffers
+        rows = x.reshape(1 if shared else members, -1, self.sizes[0])
+        names = ("starts", "places", "weights", "owners", "bias", "ids")
+        result: Tensor = operators.linear_of(x)(rows, *map(held.__getitem__, names), self.sizes)
+        return result.view(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
 
 
 class OwnedAttention(nn.Module):
@@ -188,8 +209,9 @@ class OwnedAttention(nn.Module):
     def __init__(self, layer: nn.MultiheadAttention, parts: Parts, name: str) -> None:
         super().__init__()
         self.heads, self.batch_first = layer.num_heads, layer.batch_first
-        self.project = OwnedLinear(parts, f"{name}.in_proj_weight", f"{name}.in_proj_bias", 3 * layer.embed_dim)
-        self.out = OwnedLinear(parts, f"{name}.out_proj.weight", f"{name}.out_proj.bias", layer.embed_dim)
+        width, out = layer.embed_dim, f"{name}.out_proj"
+        self.project = OwnedLinear(parts, LinearLayer(f"{name}.in_proj_weight", f"{name}.in_proj_bias", 3 * width))
+        self.out = OwnedLinear(parts, LinearLayer(f"{out}.weight", f"{out}.bias", width))
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:

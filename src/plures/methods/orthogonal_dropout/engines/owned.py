@@ -1,15 +1,16 @@
 """The owned engine: all members in one pass that multiplies only the weights that each member owns."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from plures.calling import call, chunks, logits_of
+from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
-from plures.methods.orthogonal_dropout.engines.layers import OfMembers, Parts
+from plures.methods.orthogonal_dropout.engines.layers import OfMembers, OwnedLinear, Parts
 from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, foldable
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
@@ -17,6 +18,7 @@ from plures.native.library import load, why_unavailable
 from plures.tensors import own_tensors, shell
 
 AT_ONCE = 80  # samples times members whose activations stay near
+MANY = 2**16
 
 
 class Owned(Engine):
@@ -47,6 +49,8 @@ class Owned(Engine):
         self.one_by_one = list(dict.fromkeys(rewriter.one_by_one))
         lanes = load().lanes
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
+        if all(isinstance(layer, OwnedLinear | nn.Flatten | fx.GraphModule) for layer in self.network.modules()):
+            self.samples_at_once = MANY  # a chain of linear layers takes few rows at a time by itself
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self._separate: Unfolded | None = None
         self._comparison = MemberComparison(split)
@@ -63,17 +67,24 @@ class Owned(Engine):
         separate = self._separate
         if separate is not None:
             return separate.of_members(indices, batches)
-        for batch in batches:
-            if self._comparison is None and batched(batch) not in self._batched:
-                raise PluresError(
-                    f"another argument is as long as the batch, {size_of(batch)}, which it was not before: use "
-                    'ensemble.engine("unfolded"), or a batch of another size'
-                )
-        parts = [part for batch in batches for part in chunks(batch, self.samples_at_once)]
-        network = self._network_of(tuple(indices))
-        with torch.autocast("cpu", enabled=False):  # the kernels compute in float32
-            results = [logits_of(call(network, part)) for part in parts]
-        return torch.cat([torch.unflatten(result, 0, (len(indices), -1)) for result in results], dim=1)
+        run, results = self._network_of(tuple(indices)).forward, []
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            for batch in batches:
+                args, kwargs = arguments(batch)
+                simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+                if simple and args[0].dim() > 0 and len(args[0]) <= self.samples_at_once:
+                    results.append(logits_of(run(*args)))
+                    continue
+                if self._comparison is None and batched(batch) not in self._batched:
+                    raise PluresError(
+                        f"another argument is as long as the batch, {size_of(batch)}, which it was not before: use "
+                        'ensemble.engine("unfolded"), or a batch of another size'
+                    )
+                parts = chunks(batch, self.samples_at_once)
+                results += [logits_of(run(*given.args, **given.kwargs)) for given in map(arguments, parts)]
+        count = len(indices)
+        results = [result.reshape(count, len(result) // count, *result.shape[1:]) for result in results]
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
     def _network_of(self, indices: tuple[int, ...]) -> nn.Module:
         """Return the network of some members: a structure of its own around the same tensors, made once."""

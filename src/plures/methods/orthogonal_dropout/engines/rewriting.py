@@ -13,6 +13,7 @@ from plures.errors import PluresError
 from plures.graph import Graph, has_statistics, is_of_torch
 from plures.methods.orthogonal_dropout.engines.engine import size_of
 from plures.methods.orthogonal_dropout.engines.layers import (
+    LinearLayer,
     MembersNorm,
     OfMembers,
     OwnedAttention,
@@ -121,8 +122,8 @@ class Rewriter:
         blocked = plain and self.values[cast(fx.Node, node.args[0])].layout == BLOCKED
         if plain and OwnedConvolution.fits(layer, self.parts, name):
             self._convolution(node, name, cast(nn.Conv2d, layer))
-        elif plain and self.traced.is_layer(node, nn.Linear) and self.parts.role(f"{name}.weight") is Role.SPLIT:
-            self._linear(node, name, cast(nn.Linear, layer))
+        elif self._is_linear(node):
+            self._linear(node)
         elif blocked and has_statistics(layer):
             relu = self.traced.relu_after(node)
             make = lambda: MembersNorm(layer, self.parts, name, blocked=True, relu=relu is not None)  # noqa: E731
@@ -153,15 +154,25 @@ class Rewriter:
         made = self._call(f"{name} {node.name}", make, self._blocked(node.args[0]), shortcut)
         self.values |= dict.fromkeys([*chain, relu or node], Value(BLOCKED, made))
 
-    def _linear(self, node: fx.Node, name: str, layer: nn.Linear) -> None:
-        relu = self.traced.relu_after(node)
-        given = (f"{name}.weight", f"{name}.bias", layer.out_features, relu is not None)
+    def _linear(self, node: fx.Node) -> None:
+        """Write a linear layer, and with it the ReLUs and linear layers that follow and stand alone."""
         source = self.values[cast(fx.Node, node.args[0])]
         shared = source.layout == SHARED
         rows = source.node if shared else self._tiled(cast(fx.Node, node.args[0]))
-        make = lambda: OwnedLinear(self.parts, *given)  # noqa: E731
-        made = self._call(f"{name} relu {relu is not None}", make, rows, shared)
-        self.values[node] = self.values[relu or node] = Value(TILED, made)
+        chain, covered, following = [], [], cast(fx.Node | None, node)
+        while following is not None and self._is_linear(following):
+            name, layer = str(following.target), cast(nn.Linear, self.traced.layers[following])
+            relu = self.traced.relu_after(following)
+            chain.append(LinearLayer(f"{name}.weight", f"{name}.bias", layer.out_features, relu is not None))
+            covered += [following] if relu is None else [following, relu]
+            following = self.traced.only_user(covered[-1])
+        made = self._call(str(chain), lambda: OwnedLinear(self.parts, *chain), rows, shared)
+        self.values |= dict.fromkeys(covered, Value(TILED, made))
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        """Return whether the kernels can run a node, as a linear layer of all members."""
+        plain = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        return plain and self.traced.is_layer(node, nn.Linear) and self.parts.differs(f"{node.target}.weight")
 
     # ---- layouts ----
 
@@ -238,21 +249,22 @@ class Rewriter:
             return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
         if MembersNorm.fits(layer):
             return MembersNorm(layer, parts, name)
-        if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.role(f"{name}.weight") is Role.SPLIT:
-            return OwnedLinear(parts, f"{name}.weight", f"{name}.bias", layer.out_features)
+        if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
+            return OwnedLinear(parts, LinearLayer(f"{name}.weight", f"{name}.bias", layer.out_features))
         return None
 
 
 def same_for_all(traced: Graph, parts: Parts) -> set[fx.Node]:
     """Return the nodes that compute the same for all members: their tensors are shared, and so is what they are given.
 
-    The first is a layer with tensors: others could change the batch of the caller in place.
+    The first is a layer with tensors, or flattens for one: others could change the batch of the caller in place.
     """
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         inside = parts.inside(f"{node.target}.") if node in traced.layers else []
         shared = all(parts.role(name) is Role.SHARED for name in inside)
-        fits = bool(inside) or not any(one.op == "placeholder" for one in node.all_input_nodes)
+        flat = traced.is_layer(node, nn.Flatten) and all(traced.is_layer(user, nn.Linear) for user in node.users)
+        fits = bool(inside) or flat or not any(one.op == "placeholder" for one in node.all_input_nodes)
         once = shared and fits and (node in traced.layers or traced.is_elementwise(node))
         if node.op == "placeholder" or (once and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
