@@ -46,8 +46,6 @@ def file_ratios(subject: Subject, rounds: int) -> Iterator[Ratio]:
         setting = f"{subject.name}, from the file to a network that can run"
         whole = {"load 5 members / load five plain files": lambda: load(path, subject.make)}
         yield from race(setting, load_plain(5), whole, rounds, dict.fromkeys(whole, 0.6) if bars else {})
-        part = {"load 1 of 5 members / load one plain file": lambda: load(path, subject.make, members=[2])}
-        yield from race(setting, load_plain(1), part, rounds)
 
 
 def memory_ratios(granularity: str, rounds: int = 2, batch: int = 8) -> Iterator[Ratio]:

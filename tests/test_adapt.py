@@ -105,16 +105,6 @@ def test_engines_and_copies_see_the_given_network(adapted: OrthogonalDropout) ->
     assert "see a given network: use ensemble.engine" in refused(lambda: adapted.engine("owned"))
 
 
-def test_a_discarded_member_starts_from_the_given_network_again(adapted: OrthogonalDropout) -> None:
-    ensemble = copy.deepcopy(adapted)
-    kept = ensemble.checkout(0).state_dict()
-    ensemble.discard(1)
-    train(ensemble)
-    assert torch.equal(ensemble(images()), adapted(images()))
-    assert all(torch.equal(kept[name], tensor) for name, tensor in ensemble.checkout(0).state_dict().items())
-    assert "leave it out" in refused(lambda: ensemble.discard(1, pretrained()))
-
-
 # --- the file
 
 
@@ -127,7 +117,6 @@ def test_a_file_of_changes(tmp_path: Path, share: float | None, base: bool) -> N
     reader = networks.transformer(seed=9) if base else network
     loaded = plures.load(path, reader)
     assert torch.equal(loaded(images()), ensemble(images()))
-    assert torch.equal(plures.load(path, reader, members=[0, 2])(images()), ensemble(images())[[0, 2]])
     plures.save(loaded, tmp_path / "again.safetensors", base=base)
     assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
     stored = {name.partition("/")[0] for name in Forgery(path).tensors}

@@ -126,14 +126,6 @@ torch.save(found, "answers.pt")
         assert torch.equal(ours, theirs)
 
 
-def test_files_of_some_members_and_later_training_are_not_calibrated(ensemble, tmp_path: Path) -> None:
-    plures.save(ensemble.calibrate(*HELD_OUT), tmp_path / "calibrated.safetensors")
-    assert plures.load(tmp_path / "calibrated.safetensors", network(), members=[0, 2]).calibration is None
-    assert plures.load(tmp_path / "calibrated.safetensors", network()).calibration is not None
-    ensemble.discard(1)
-    assert ensemble.calibration is None
-
-
 def test_other_members_than_were_calibrated_are_refused(ensemble) -> None:
     two = train(plures.OrthogonalDropout(network(), members=2, optimize_masks=False), steps=2)
     two.calibration = ensemble.calibrate(*HELD_OUT).calibration

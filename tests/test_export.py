@@ -366,23 +366,6 @@ def test_another_precision_is_answered_as_by_predict_or_refused_in_one_sentence(
     np.testing.assert_allclose(outputs["probabilities"], expected.probabilities, atol=1e-2)
 
 
-def test_a_part_of_an_ensemble_is_told_to_be_uncalibrated(tmp_path, caplog):
-    import onnx
-
-    ensemble = copy.deepcopy(trained(("OrthogonalDropout", {"members": 3, "optimize_masks": False}), two_layers))
-    ensemble.calibrate(images(64), torch.arange(64) % networks.CLASSES)
-    plures.save(ensemble, tmp_path / "e.safetensors")
-    caplog.clear()
-    some = plures.load(tmp_path / "e.safetensors", two_layers, members=[0, 2])
-    assert "without its calibration" in caplog.text
-    assert "members=[0, 2]" in caplog.text
-    written = plures.export(some, tmp_path / "e.onnx", images(2))
-    assert written.calibration == "not calibrated"
-    about = {entry.key: json.loads(entry.value) for entry in onnx.load(tmp_path / "e.onnx").metadata_props}
-    assert about["plures"]["calibration"] == "not calibrated"
-    assert_agrees(tmp_path / "e.onnx", some)
-
-
 def test_the_calibration_of_other_members_is_refused(tmp_path):
     ensemble = plures.OrthogonalDropout(two_layers(), members=3, optimize_masks=False)
     next(iter(ensemble.stages())).commit()

@@ -16,7 +16,6 @@ import plures
 from dear import few
 from plures import OrthogonalDropout, PluresError
 from plures.calling import logits_of
-from plures.stage import Step
 
 
 def train(stage: plures.Stage, inputs, targets, optimizer=None, clip: float | None = None, steps: int = 3) -> None:
@@ -289,45 +288,6 @@ def test_a_loop_that_fails_loses_only_the_open_stage() -> None:
     assert next(ensemble.stages()).name == "member 0 finetune"
 
 
-@pytest.mark.parametrize("optimize_masks", [True, False])
-@pytest.mark.parametrize("init", ["fresh", "given"])
-def test_a_member_is_thrown_away_and_trained_again(optimize_masks: bool, init: str) -> None:
-    ensemble = OrthogonalDropout(mlp(), members=3, optimize_masks=optimize_masks, init=init)
-    for stage in ensemble.stages():
-        train(stage, INPUTS, TARGETS)
-    before = ensemble(INPUTS)
-    ensemble.discard(1)
-    assert ensemble.trained == [0, 2]
-    assert ensemble(INPUTS).equal(before[[0, 2]])
-    for stage in ensemble.stages():
-        assert stage.member == 1
-        train(stage, INPUTS, TARGETS)
-    after = ensemble(INPUTS)
-    assert after[[0, 2]].equal(before[[0, 2]])
-    assert not after[1].equal(before[1])
-
-
-def test_a_given_network_may_be_handed_in_again() -> None:
-    network = mlp()
-    ensemble = OrthogonalDropout(network, members=3, optimize_masks=False, init="given")
-    for stage in ensemble.stages():
-        train(stage, INPUTS, TARGETS)
-    ensemble.discard(1, network)
-    weight = next(ensemble.stages()).network[3].weight
-    assert weight[weight != 0].equal(network[3].weight[weight != 0])
-
-
-def test_only_the_member_in_training_may_be_thrown_away_meanwhile() -> None:
-    ensemble = OrthogonalDropout(mlp(), members=3)
-    for stage in ensemble.stages():
-        if stage.name == "member 1 finetune":
-            break
-    with pytest.raises(PluresError, match="member 1 is in training"):
-        ensemble.discard(0)
-    ensemble.discard(1)
-    assert next(ensemble.stages()).name == "member 1 pretrain"
-
-
 def test_stages_are_committed_once_and_in_order() -> None:
     ensemble = OrthogonalDropout(mlp(), members=2)
     stages = ensemble.stages()
@@ -496,33 +456,6 @@ def test_statistics_with_nan_are_not_committed() -> None:
     stage.network[1].running_mean[0] = torch.nan
     with pytest.raises(PluresError, match="running_mean"):
         stage.commit()
-
-
-def test_a_given_network_with_a_hole_is_pretrained_again() -> None:
-    network = mlp()
-    ensemble = OrthogonalDropout(network, members=2, init="given")
-    for _ in ensemble.stages():
-        pass
-    for member in (1, 0):
-        ensemble.discard(member)
-    assert next(ensemble.stages()).name == "member 0 pretrain"
-    for member in (1, 0):
-        ensemble.discard(member, network)
-    assert next(ensemble.stages()).name == "member 0 prune"
-    with pytest.raises(PluresError, match="the ensemble was made from another network"):
-        ensemble.discard(0, networks.mlp())
-    with pytest.raises(PluresError, match="leave it out"):
-        OrthogonalDropout(network, members=2).discard(0, network)
-
-
-def test_a_stage_from_before_a_discard_is_out_of_date() -> None:
-    ensemble = OrthogonalDropout(mlp(), members=2)
-    old = next(ensemble.stages())
-    ensemble.discard(0)
-    with pytest.raises(PluresError, match="out of date"):
-        old.commit()
-    with pytest.raises(PluresError, match="out of date"):
-        ensemble.open(Step("banana", 0, False))
 
 
 def test_owners_from_a_state_dict_are_checked() -> None:

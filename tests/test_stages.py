@@ -129,14 +129,6 @@ def test_a_module_under_two_names_is_split_once_and_trains(init, tmp_path) -> No
     assert plures.load(tmp_path / "twice.safetensors", Twice())(INPUTS).equal(interrupted(INPUTS))
 
 
-def test_a_stage_opened_before_a_discard_cannot_be_committed() -> None:
-    ensemble = OrthogonalDropout(mlp(), members=2, init="given")
-    stage = next(ensemble.stages())
-    ensemble.discard(0, mlp())
-    with pytest.raises(PluresError, match="out of date"):
-        stage.commit()
-
-
 def test_one_number_per_sample_is_not_trained_with_cross_entropy() -> None:
     network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     for method in (plures.OrthogonalDropout, plures.Deterministic, plures.BatchEnsemble, plures.DeepEnsemble):

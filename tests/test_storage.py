@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-import networks
 import plures
 from dear import few
 from plures import PluresError
@@ -138,24 +137,6 @@ def test_weights_may_be_stored_in_half_precision(tmp_path, dtype: torch.dtype) -
         plures.save(ensemble, path, dtype=torch.int8)
 
 
-def test_some_members_are_read_without_the_others(saved, monkeypatch) -> None:
-    whole = plures.load(saved, network())
-    read: list[str] = []
-    monkeypatch.setattr("plures.storage.checksum", spy(plures.storage.checksum, read))
-    part = plures.load(saved, network, members=[2, 0])
-    assert part(IMAGES).equal(whole(IMAGES)[[0, 2]])
-    assert "only members [0, 2] loaded" in str(part)
-    assert part.checkout(2)(IMAGES).equal(whole(IMAGES)[2])
-    with safe_open(saved, "pt") as file:
-        of_member_1 = [name for name in file.keys() if name.startswith("member 1/")]  # noqa: SIM118
-        assert len(read) == len(list(file.keys())) - len(of_member_1)
-    for refused in (lambda: part.checkout(1), lambda: list(part.stages()), lambda: plures.save(part, saved)):
-        with pytest.raises(PluresError, match="loaded"):
-            refused()
-    with pytest.raises(PluresError, match="there is no member 7"):
-        plures.load(saved, network(), members=[7])
-
-
 def test_loading_draws_no_owners_that_the_file_holds(tmp_path, monkeypatch) -> None:
     ensemble = trained(optimize_masks=False)
     plures.save(ensemble, tmp_path / "random.safetensors")
@@ -163,14 +144,6 @@ def test_loading_draws_no_owners_that_the_file_holds(tmp_path, monkeypatch) -> N
     again = plures.load(tmp_path / "random.safetensors", network())
     assert again.optimize_masks is False
     assert all(owners.equal(again.owners[name]) for name, owners in ensemble.owners.items())
-
-
-def spy(function, calls: list[str]):
-    def called(*args):
-        calls.append(function.__name__)
-        return function(*args)
-
-    return called
 
 
 def test_loading_leaves_the_given_network_alone(saved) -> None:
@@ -279,14 +252,6 @@ def test_equal_ensembles_give_equal_bytes(tmp_path) -> None:
     plures.save(trained(), tmp_path / "a")
     plures.save(trained(), tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-@pytest.mark.parametrize("members", [1, [], [0, 0], "0"])
-def test_members_to_load_are_a_list_of_one_or_more_each_once(tmp_path, members) -> None:
-    ensemble = plures.DeepEnsemble(networks.mlp(), 2)
-    plures.save(ensemble, tmp_path / "a.safetensors")
-    with pytest.raises(PluresError, match="give a list of one or more members, each once"):
-        plures.load(tmp_path / "a.safetensors", networks.mlp(), members=members)
 
 
 def test_only_ensembles_are_saved(tmp_path) -> None:

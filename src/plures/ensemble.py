@@ -43,15 +43,14 @@ class Given:
 class Stored:
     """What a file holds of an ensemble; its tensors are read one by one, when they are needed.
 
-    `get` reads a tensor whatever its size; `read` first compares its shape. `members` are those to be read, if not all
-    are. `loss` is the one that the file names, if it names one.
+    `get` reads a tensor whatever its size; `read` first compares its shape. `loss` is the one that the file names, if
+    it names one.
     """
 
     options: Mapping[str, Any]
     state: Mapping[str, Any]
     shapes: Mapping[str, Sequence[int]]
     get: Callable[[str], Tensor]
-    members: Sequence[int] | None = None
     loss: Loss | None = None
 
     def check(self, name: str, expected: Sequence[int]) -> None:
@@ -180,8 +179,6 @@ class Ensemble(Trainable, ABC):
     @classmethod
     def _restore(cls, network: nn.Module, stored: Stored) -> Self:
         """Build an ensemble from the results of `options`, `_state` and `tensors`."""
-        if stored.members is not None:
-            raise PluresError(f"{cls.__name__} cannot be loaded in part; leave out members={list(stored.members)}")
         cls._check_before_building(network, stored)
         loss = {} if stored.loss is None else {"loss": stored.loss}
         ensemble = cls(network, **stored.options, **loss)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,44 +96,33 @@ def load(
     path: str | Path,
     network: nn.Module | Callable[[], nn.Module],
     *,
-    members: Sequence[int] | None = None,
     loss: Loss | None = None,
     method: type[Ensemble] | None = None,
 ) -> Ensemble:
     """Load an ensemble: the network gives the code, the file gives the numbers.
 
         ensemble = plures.load("birds.safetensors", network)
-        ensemble = plures.load("birds.safetensors", lambda: resnet18(num_classes=200), members=[0, 2])
+        ensemble = plures.load("birds.safetensors", lambda: resnet18(num_classes=200))
 
     Nothing in the file is ever executed or imported, and a damaged file is refused.
 
     - `network`: a network of the class that was saved, or a function that makes one; it is copied, not changed. If the
       file holds changes to a pre-trained network, it must be that network.
-    - `members`: load only these members, in rising order, and without the calibration, which is for all together.
     - `loss`: needed only to continue training with a custom loss; a file stores the losses of plures and mse_loss.
     - `method`: the class of a method that is not part of plures.
     """
     path = Path(path)
     made = network() if callable(network) and not isinstance(network, nn.Module) else network
     check_network(made)
-    listed = isinstance(members, list | tuple) and len(members) > 0 and len(set(members)) == len(members)
-    if members is not None and not listed:
-        raise PluresError(f"members={members!r}: give a list of one or more members, each once, such as [0, 2]")
 
     def build(document: dict[str, Any], stored: Stored) -> Ensemble:
         _same_network(path, made, document["shapes"], document["tied"])
         ensemble = _method(path, document["method"], method)._restore(made, stored)
         ensemble.loss = loss or stored.loss or (_missing_loss if document["own_loss"] else F.cross_entropy)
-        if members is None:
-            ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
-        elif document.get("calibration") is not None:  # what some members are worth was not measured
-            log.warning(
-                f"{path} is loaded without its calibration, which holds for all members together, not for "
-                f"members={list(members)}: call calibrate"
-            )
+        ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
         return ensemble
 
-    return _reading(path, members, build)
+    return _reading(path, build)
 
 
 def refill(ensemble: Ensemble, path: str | Path) -> None:
@@ -147,7 +136,7 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
         ensemble._fill(stored)
         ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
 
-    _reading(path, None, fill)
+    _reading(path, fill)
 
 
 def check_size(path: Path, sketch: nn.Module) -> None:
@@ -160,13 +149,13 @@ def check_size(path: Path, sketch: nn.Module) -> None:
     held = path.stat().st_size if is_file(path) else 0
     if wanted > MOST_SMALLER * held + SMALL:
         raise PluresError(f"{path} holds {held} bytes, too few for a network of {wanted}: they are not compatible")
-    _reading(path, None, lambda document, _: _same_network(path, sketch, document["shapes"], document["tied"]))
+    _reading(path, lambda document, _: _same_network(path, sketch, document["shapes"], document["tied"]))
 
 
 Result = TypeVar("Result")
 
 
-def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
+def _reading(path: Path, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
     """Open a file, check its header, and put into one sentence whatever is wrong with it."""
     if not is_file(path):
         raise PluresError(f"there is no file {path}")
@@ -187,7 +176,7 @@ def _reading(path: Path, members: Sequence[int] | None, use: Callable[[dict[str,
 
             shapes = {name: file.get_slice(name).get_shape() for name in checksums}
             loss = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
-            return use(document, Stored(document["options"], document["state"], shapes, read, members, loss))
+            return use(document, Stored(document["options"], document["state"], shapes, read, loss))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise PluresError(f"{path} is damaged or not a safetensors file: {error}") from None
     except PluresError:

@@ -73,10 +73,6 @@ class Files:
         if way < 0.1:
             ensemble = plures.load(good, network())
             refill(ensemble, path)
-        elif way < 0.2:
-            ensemble = plures.load(path, network(), members=[chance.choice([0, 1, 7])])
-            ensemble(torch.zeros(2, 1, 4, 4))
-            return "finite"
         else:
             ensemble = plures.load(path, network())
         _check_options(ensemble, _original(good))

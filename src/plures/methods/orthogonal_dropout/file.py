@@ -1,7 +1,7 @@
 """How a split ensemble becomes named tensors: owners packed, each member's weights together.
 
-The file of a complete ensemble holds every weight once, grouped by owner, so that some members can be read without the
-others; `owners/NAME` says where they belong. While members are untrained it also holds what training needs.
+The file of a complete ensemble holds every weight once, grouped by owner; `owners/NAME` says where they belong. While
+members are untrained it also holds what training needs.
 
 Of changes to a given network, it holds what the trained members have changed, and checksums of that network. Owners of
 a small share are stored as `places MEMBER/NAME`: the gaps between them.
@@ -9,7 +9,7 @@ a small share are stored as `places MEMBER/NAME`: the gaps between them.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -128,8 +128,8 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return now | later, {name: settled[name] for name in later}
 
 
-def from_tensors(split: SplitNetwork, stored: Stored, members: Sequence[int]) -> None:
-    """Fill a split network from a file's tensors, reading only what the given members need."""
+def from_tensors(split: SplitNetwork, stored: Stored) -> None:
+    """Fill a split network from a file's tensors."""
     owners = {}
     if split.background is not None:
         with torch.no_grad():
@@ -147,14 +147,14 @@ def from_tensors(split: SplitNetwork, stored: Stored, members: Sequence[int]) ->
     weights = own_tensors(split.network)
     with torch.no_grad():
         for name, owner in split.owners().items():
-            for member in (one for one in members if split.background is None or one in split.trained):
+            for member in range(split.members) if split.background is None else split.trained:
                 _fill(weights[name], owner, member, stored, _place(member, name), split.background is not None)
-            if len(members) == split.members and f"free/{name}" in stored.shapes:
+            if f"free/{name}" in stored.shapes:
                 _fill(weights[name], owner, FREE, stored, f"free/{name}")
         for name, tensor in weights.items():
             if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
                 overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
-    for member in members:
+    for member in range(split.members):
         rows = split.private.rows(member)
         split.private.write(member, {name: stored.read(_place(member, name), row.shape) for name, row in rows.items()})
 

@@ -133,7 +133,6 @@ class OrthogonalDropout(Ensemble):
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
         self._progress = sequential.Progress(members)
         self._moments: Moments = moments(network)
-        self._loaded: list[int] | None = None  # set where only some members were read from a file
         self._places = places(network)
         self._ticket = object()  # a new one whenever an open stage gets out of date
         if not self.optimize_masks:
@@ -157,9 +156,7 @@ class OrthogonalDropout(Ensemble):
 
     def plan(self) -> list[Step]:
         """List all stages in order, with the committed ones marked."""
-        if self._loaded is not None:
-            raise PluresError(f"only members {self._loaded} were loaded: load the whole file to train it")
-        if self.schedule == "together" and len(self._progress.trained) in (0, self.members):
+        if self.schedule == "together":
             return [Step("train", None, bool(self._progress.trained))]
         steps = []
         claimed = self._partition.claimed()
@@ -228,7 +225,7 @@ class OrthogonalDropout(Ensemble):
         """Return the phases of a member: the first may start from given weights, the last takes what is left."""
         if not self.optimize_masks or not self.owners:
             return ["train"]
-        given_whole = self.init == "given" and not claimed_by_others and not any(self._progress.attempts)
+        given_whole = self.init == "given" and not claimed_by_others
         takes_the_rest = len(claimed_by_others) == self.members - 1
         skipped = {"pretrain": given_whole, "prune": takes_the_rest, "finetune": False}
         return [phase for phase, skip in skipped.items() if not skip]
@@ -237,7 +234,7 @@ class OrthogonalDropout(Ensemble):
         network = copied_around(self.network, names_of_shared(self.roles))
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
-            restart(network, self._moments, names, self.seed, "member", member, self._progress.attempts[member])
+            restart(network, self._moments, names, self.seed, "member", member, 0)
         own = own_tensors(network)
         with torch.no_grad():
             for name, value in self._split.given().items():
@@ -262,46 +259,12 @@ class OrthogonalDropout(Ensemble):
         self._progress.committed[member].append(stage.phase)
         self._ticket = object()
 
-    def discard(self, member: int, network: nn.Module | None = None) -> None:
-        """Discard a member, so that `stages()` trains it again; the others do not change.
-
-            ensemble.discard(2)
-
-        With `init="given"`, pass the network to start from again; otherwise the member starts from new random weights.
-        After loading a complete file, its norm layers start with the values of the network that was passed to `load`.
-        """
-        self._number(member)
-        busy = self._progress.in_training
-        if busy not in (None, member):
-            raise PluresError(f"member {busy} is in training: finish or discard it before member {member}")
-        if self._loaded is not None:
-            raise PluresError(f"only members {self._loaded} were loaded: load the whole file to change it")
-        if network is not None and (self.init == "fresh" or self._background == "given"):
-            kept = "init='fresh'" if self.init == "fresh" else "background='given'"
-            raise PluresError(f"with {kept} a member needs no network to start from: leave it out")
-        if network is not None and {n: list(t.shape) for n, t in tensors(network).items()} != self.given.shapes:
-            raise PluresError("the ensemble was made from another network: its tensors differ from those given")
-        attempts = self._progress.attempts
-        if self.init == "given":
-            source = self._start(member) if network is None else copy.deepcopy(network)
-            if network is None and self._background == "zero":
-                restart(source, self._moments, self.owners, self.seed, "discard", member, attempts[member])
-            self._split.write(member, tensors(source))
-        if self.optimize_masks:
-            self._partition.release(member)
-        attempts[member] = 0 if network is not None else attempts[member] + 1
-        self._progress.committed[member] = []
-        self.calibration = None  # of an ensemble that will not come back
-        self._draft = None
-        self._ticket = object()
-
     # Prediction
 
     @property
     def trained(self) -> list[int]:
         """The members that can predict."""
-        ready = self._progress.trained
-        return ready if self._loaded is None else [member for member in ready if member in self._loaded]
+        return self._progress.trained
 
     @property
     def owners(self) -> dict[str, Tensor]:
@@ -376,12 +339,10 @@ class OrthogonalDropout(Ensemble):
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
         base = {} if self._given is None else {"base": file.base_of(self._split)}
-        return {**self._progress.as_json(), "moments": self._moments, **base}
+        return {"committed": self._progress.committed, "moments": self._moments, **base}
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return the tensors that a file holds: owners packed, weights by member."""
-        if self._loaded is not None:
-            raise PluresError(f"only members {self._loaded} were loaded: load the whole file to save it again")
         return file.to_tensors(self._split, self._draft, dtype)
 
     def _base(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -408,23 +369,17 @@ class OrthogonalDropout(Ensemble):
         return ensemble
 
     def _fill(self, stored: Stored) -> None:
-        """Restore tensors and progress from a file, all or those of some members."""
-        self._progress.take(stored.state)
+        """Restore tensors and progress from a file."""
+        self._progress.take(stored.state["committed"])
         self._moments = file.moments_from(stored.state["moments"], self.roles)
-        if stored.members is not None:
-            self._loaded = sorted({self._ready(member) for member in stored.members})
-        file.from_tensors(self._split, stored, range(self.members) if self._loaded is None else self._loaded)
-        resumes = self._loaded is None and self._progress.in_training is not None
-        self._draft = file.draft_from(self._split, stored) if resumes else None
+        file.from_tensors(self._split, stored)
+        self._draft = None if self._progress.in_training is None else file.draft_from(self._split, stored)
         self._ticket = object()
 
     def _size_lines(self) -> list[str]:
         """Describe the size of the ensemble, by role."""
         stored = sum(file.expected_bytes(self._split).values())
         return [*file.role_lines(self._split), file_line(stored, self.given.nbytes)]
-
-    def _how_far(self) -> str:
-        return super()._how_far() if self._loaded is None else f"only members {self._loaded} loaded"
 
     def get_extra_state(self) -> Tensor:
         """Put the progress into the state dict, as a tensor."""
@@ -437,11 +392,6 @@ class OrthogonalDropout(Ensemble):
         self._ticket = object()
 
     # Checks
-
-    def _ready(self, member: int) -> int:
-        if self._loaded is not None and self._number(member) not in self._loaded:
-            raise PluresError(f"member {member} was not loaded; trained members: {self.trained or 'none'}")
-        return super()._ready(member)
 
     def _out_of_date(self, step: Step) -> PluresError:
         ahead = due(self.plan())

@@ -123,11 +123,6 @@ class Partition(nn.Module):
             owners = self.get_buffer(self._buffer_names[name])
             owners.masked_fill_(mask.to(owners.device), member)
 
-    def release(self, member: int) -> None:
-        """Free all weights of a member."""
-        for owners in self.owners().values():
-            owners.masked_fill_(owners == member, FREE)
-
     def check(self, owners: Mapping[str, Tensor]) -> None:
         """Refuse owners that are not a partition: every member must have its full share or nothing."""
         if set(owners) != set(self._buffer_names):

@@ -11,8 +11,8 @@ members that change a given network.
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,6 @@ class Progress:
 
     def __init__(self, members: int) -> None:
         self.committed: list[list[str]] = [[] for _ in range(members)]
-        self.attempts = [0] * members  # how often a member was discarded: each attempt draws other numbers
 
     @property
     def trained(self) -> list[int]:
@@ -139,29 +138,19 @@ class Progress:
         reached = PHASES.index(done[-1]) if done else -1
         return [phase for phase in phases if PHASES.index(phase) > reached]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the progress as JSON values."""
-        return {"committed": self.committed, "attempts": self.attempts}
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Restore what `as_json` gave; refuse what no training can lead to."""
-        committed, attempts = values["committed"], values["attempts"]
-        if not len(committed) == len(attempts) == len(self.committed):
+    def take(self, committed: Sequence[Sequence[str]]) -> None:
+        """Restore the phases of all members; refuse what no training can lead to."""
+        if len(committed) != len(self.committed):
             raise PluresError(f"the progress of {len(committed)} members is stored, not {len(self.committed)}")
-        for done, count in zip(committed, attempts, strict=True):
-            in_order = [phase for phase in PHASES if phase in done]
-            if list(done) != in_order or type(count) is not int or not 0 <= count < 2**31:
-                raise PluresError(f"the progress of a member is stored as {done!r} after {count!r} attempts")
+        for done in committed:
+            if list(done) != [phase for phase in PHASES if phase in done]:
+                raise PluresError(f"the progress of a member is stored as {done!r}")
         self.committed = [list(done) for done in committed]
-        self.attempts = list(attempts)
 
     def as_tensor(self) -> Tensor:
         """Return the progress as numbers for a state dict."""
-        rows = zip(self.committed, self.attempts, strict=True)
-        return torch.tensor([[*(phase in done for phase in PHASES), attempts] for done, attempts in rows])
+        return torch.tensor([[phase in done for phase in PHASES] for done in self.committed])
 
     def take_tensor(self, state: Tensor) -> None:
         """Restore what `as_tensor` gave."""
-        rows = state.tolist()
-        committed = [[phase for phase, done in zip(PHASES, row, strict=False) if done] for row in rows]
-        self.take({"committed": committed, "attempts": [row[-1] for row in rows]})
+        self.take([[phase for phase, done in zip(PHASES, row, strict=False) if done] for row in state.tolist()])
