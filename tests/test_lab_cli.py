@@ -127,7 +127,13 @@ def test_help_is_plain_text_that_fits_80_columns(
     assert not re.search(r">>>|Epochs\(|NoneType", told)
     words = {
         "": ["--version", "Commands", "Train one ensemble"],
-        "train": ["train/CLASS/", "test/CLASS/", "--validation 0.1", "classes= and channels=", "--limit {None}|INT"],
+        "train": [
+            "train/CLASS/",
+            "test/CLASS/",
+            "plures train --data ./birds",
+            "classes= and channels=",
+            "--limit {None}|INT",
+        ],
     }
     assert all(word in told for word in words.get(command, [f"plures {command}"]))
 
@@ -450,6 +456,7 @@ def test_control_c_while_python_imports_is_an_interruption() -> None:
         ("recipes > /dev/full", 2, "plures: cannot write the output: No space left on device\n"),
         ("recipes --json >&-", 0, ""),
         ("recipes 2>&-", 0, None),
+        ("rezipes 2> /dev/full", 2, ""),
         ("recipes | true", 0, ""),
     ],
 )

@@ -177,3 +177,19 @@ def test_build_refuses_in_one_sentence(model, words):
 def test_sizes_that_make_no_sense(make):
     with pytest.raises(PluresError):
         make()
+
+
+def test_a_network_that_no_memory_has_room_for_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        nn.init, "kaiming_normal_", lambda tensor, **_: tensor if tensor.is_meta else pytest.fail("drawn")
+    )
+    with pytest.raises(PluresError, match="'mlp' of this width and size takes .* but this machine has"):
+        build("mlp", classes=10, channels=1, size=8, width=1 << 16)
+
+
+def test_looking_at_the_size_of_a_network_draws_no_random_numbers() -> None:
+    torch.manual_seed(0)
+    expected = resnet8(10, width=4).state_dict()
+    torch.manual_seed(0)
+    built = build("resnet8", classes=10, channels=3, width=4).state_dict()
+    assert all(built[name].equal(expected[name]) for name in expected)

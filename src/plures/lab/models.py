@@ -5,10 +5,13 @@ names of torchvision, so that its weights can be loaded.
 """
 
 import inspect
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from plures.checks import unknown, whole_number
@@ -16,6 +19,7 @@ from plures.errors import PluresError
 from plures.lab.method_names import imported, is_code
 
 Stem = Literal["cifar", "imagenet"]
+COPIES = 4  # weights, gradients, momentum and a copy: the least that training needs
 
 
 def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
@@ -242,6 +246,17 @@ def _accepted(model: str, function: Callable[..., nn.Module], options: dict[str,
     return chosen
 
 
+def _check_memory(model: str, sketch: nn.Module) -> None:
+    """Raise an error if this machine has too little memory: the system would kill the process without a message."""
+    needed = COPIES * sum(parameter.nbytes for parameter in sketch.parameters())
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    if needed > there:
+        raise PluresError(
+            f"training the model {model!r} of this width and size takes {needed:,} bytes, but this machine "
+            f"has {there:,}: choose a smaller width, or smaller images"
+        )
+
+
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "resnet8": resnet8,
     "resnet18": resnet18,
@@ -268,6 +283,9 @@ def build(model: str, classes: int, channels: int, **options: object) -> nn.Modu
     function = imported("model", model) if is_code(model) else BUILT_IN[model]
     chosen = _accepted(model, function, options)
     try:
+        if not is_code(model):
+            with torch.device("meta"):  # on which weights take no memory
+                _check_memory(model, function(classes=classes, channels=channels, **chosen))
         network = function(classes=classes, channels=channels, **chosen)
     except (RuntimeError, MemoryError) as error:  # such as too little memory
         raise PluresError(f"the model {model!r} cannot be built: {str(error).partition(chr(10))[0]}") from error

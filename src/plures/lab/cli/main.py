@@ -4,13 +4,14 @@ What is heavy is imported by the command that needs it: `--help` answers without
 imports is answered as at any other time.
 """
 
+import contextlib
 import errno
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from plures.errors import PluresError, visible
 
@@ -53,24 +54,23 @@ folder of decoded images; by default, the cache folder of your system)."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     after_interrupt = "nothing was done"
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # an output that is closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    _open_missing_streams()
     logging.getLogger("plures").addFilter(_harmless)
-    try:
-        command = parse(list(sys.argv[1:] if arguments is None else arguments))
-        after_interrupt = command.after_interrupt
-        code = command()
-        sys.stdout.flush()
-        return code
-    except PluresError as error:
-        print(f"plures: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"plures: interrupted; {after_interrupt}", file=sys.stderr)
-        return 130
-    except OSError as error:
-        return _told(error)
+    with contextlib.redirect_stderr(_Forgiving(sys.stderr)):
+        try:
+            command = parse(list(sys.argv[1:] if arguments is None else arguments))
+            after_interrupt = command.after_interrupt
+            code = command()
+            sys.stdout.flush()
+            return code
+        except PluresError as error:
+            print(f"plures: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"plures: interrupted; {after_interrupt}", file=sys.stderr)
+            return 130
+        except OSError as error:
+            return _told(error)
 
 
 def parse(arguments: Sequence[str]) -> "Command":
@@ -104,10 +104,36 @@ def commands() -> dict[str, type[Any]]:
         raise PluresError(f"the command line needs {error.name}: pip install 'plures[lab]'") from error
 
 
+class _Forgiving:
+    """A stream for messages: what cannot be written is dropped, and the work continues."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _harmless(record: logging.LogRecord) -> bool:
     """Escape control characters in a warning: names of files and folders may come from anybody."""
     record.msg, record.args = visible(record.getMessage()), ()
     return True
+
+
+def _open_missing_streams() -> None:
+    """Open the null device in place of an output that is closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
 
 
 def _told(error: OSError) -> int:

@@ -1,7 +1,6 @@
 """Train all stages of an ensemble: the same for all methods, because all are sequences of stages."""
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -99,15 +98,8 @@ def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> Non
     if name is None:
         # Even before the first epoch: the next process may draw another network.
         processes.on_main(lambda: save(ensemble, folder.partial, base=True))
-    elif processes.world == 1:
-        refill(ensemble, folder.path / name)
     else:
-        # The folder may lie on the main process's machine alone.
-        contents = processes.on_main((folder.path / name).read_bytes)
-        with tempfile.TemporaryDirectory() as elsewhere:
-            copied = Path(elsewhere) / name
-            copied.write_bytes(contents)
-            refill(ensemble, copied)
+        refill(ensemble, folder.path / name)
 
 
 @dataclass(frozen=True)
