@@ -11,7 +11,13 @@ from plures.checks import check_members, one_of
 from plures.ensemble import Stored
 from plures.losses import Loss
 from plures.methods.building import AnyOrder, Init
-from plures.methods.orthogonal_dropout.roles import check_roles, classifier_tensors, names_of_shared, no_classifier
+from plures.methods.orthogonal_dropout.roles import (
+    check_head,
+    check_roles,
+    classifier_tensors,
+    names_of_shared,
+    no_classifier,
+)
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
 from plures.tensors import copied_around, moments, own_tensors, restart, tensors
@@ -54,6 +60,8 @@ class DeepEnsemble(AnyOrder):
         self.members, self.classifier, self.init, self.seed = members, classifier, init, seed
         self.roles = None if roles is None else {name: role.value for name, role in check_roles(network, roles).items()}
         self._shared = _shared(network, classifier, self.roles)  # names of tensors that all members have in common
+        if init == "given":
+            check_head(network, self._shared)
         self.networks = nn.ModuleList(self._starts(network))
         self.eval()
 

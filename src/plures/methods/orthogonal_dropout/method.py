@@ -30,6 +30,7 @@ from plures.methods.orthogonal_dropout.owners import (
 from plures.methods.orthogonal_dropout.roles import (
     Classifier,
     Role,
+    check_head,
     check_pretrained,
     check_roles,
     names_of_shared,
@@ -120,6 +121,8 @@ class OrthogonalDropout(Ensemble):
         self.seed = seed
         roles = roles_for(network, members) if roles is None and schedule == "together" and not changes else roles
         self.roles, self.classifier = resolve_roles(network, roles, classifier)
+        if changes:
+            check_head(network, names_of_shared(self.roles))
 
         own = own_tensors(network)
         split = {name: tensor for name, tensor in own.items() if self.roles[name] is Role.SPLIT}

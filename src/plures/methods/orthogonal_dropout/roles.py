@@ -1,6 +1,6 @@
 """Which tensors of a network are split among the members, which are private to each, which are shared by all."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import StrEnum
 from typing import Literal, get_args
 
@@ -219,6 +219,22 @@ def check_pretrained(network: nn.Module) -> None:
                 f"{path!r} is quantised, and single weights of it cannot be changed: take the network in float32, "
                 "bfloat16 or float16"
             )
+
+
+def check_head(network: nn.Module, shared: Container[str]) -> None:
+    """Refuse a classifier that members of a trained network share although it is new: it would stay random."""
+    path = _last_layer(network)
+    layer = None if path is None else network.get_submodule(path)
+    if not isinstance(layer, nn.Linear) or f"{path}.weight".lstrip(".") not in shared or layer.weight.is_meta:
+        return
+    bound = layer.in_features**-0.5  # of the uniform numbers that torch draws; transformers draws others, and zeros
+    largest, spread = float(layer.weight.abs().max()), float(layer.weight.float().std())
+    drawn = 0.9 * bound < largest <= 1.01 * bound and 0.9 * bound < 3**0.5 * spread < 1.1 * bound
+    if drawn or (layer.bias is not None and not bool(layer.bias.any())):
+        raise PluresError(
+            f"the classifier {path!r} is shared by all members and was never trained, so it would stay random: call "
+            "requires_grad_(True) on it, give it the role 'private', or load its trained weights"
+        )
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
