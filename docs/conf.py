@@ -65,4 +65,5 @@ def _complete(_app: Any, page: str, source: list[str]) -> None:
     for file, its_page in FILES.items():
         text = re.sub(rf"\]\((\.\./)*{re.escape(file)}", f"](/{its_page}", text)
     text = re.sub(r"(?<=\d) x (?=\|)", "\N{NO-BREAK SPACE}x ", text)  # 1.08 x in a table stays on one line
+    text = re.sub(r"<!-- (interactive/\S+) -->", r"```{raw} html\n:file: \1\n```", text)
     source[0] = text.replace("<!-- commands -->", commands() if page == "reference/commands" else "")

@@ -37,7 +37,7 @@ def main() -> None:
     bars(
         drawing, 622, 106, 112, 90, mean, "", [f"{name} {share:.0%}" for name, share in zip(CLASSES, mean, strict=True)]
     )
-    drawing.text(661, 276, "label, confidence, uncertainty", "quiet middle")
+    drawing.text(661, 276, "label and confidence", "quiet middle")
     drawing.save(PICTURES / "ensemble.svg")
 
 
