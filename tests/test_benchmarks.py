@@ -54,7 +54,7 @@ def test_every_part_measures_something_finite() -> None:
         *speed.data_ratios(rounds=1, steps=2),
         *speed.bf16_ratios(SMALL, 2, rounds=1),
     ]
-    steps, files, predictions, data, bf16 = 3, 5, 2, 1, 2
+    steps, files, predictions, data, bf16 = 3, 4, 2, 1, 2
     assert len(found) == steps + files + predictions + data + bf16
     assert all(math.isfinite(one.value) and one.value > 0 for one in found)
 

@@ -16,7 +16,7 @@ from plures.errors import PluresError
 from plures.fitting import Trainable
 from plures.losses import Loss
 from plures.prediction import Predictor
-from plures.tensors import aliases, check_network, overwrite, own_tensors, tensors
+from plures.tensors import aliases, check_network, overwrite, own_tensors, shell, tensors
 
 
 @dataclass(frozen=True)
@@ -179,23 +179,21 @@ class Ensemble(Trainable, ABC):
     @classmethod
     def _restore(cls, network: nn.Module, stored: Stored) -> Self:
         """Build an ensemble from the results of `options`, `_state` and `tensors`."""
-        cls._check_before_building(network, stored)
         loss = {} if stored.loss is None else {"loss": stored.loss}
+        cls._check(network, stored, **stored.options, **loss)
         ensemble = cls(network, **stored.options, **loss)
         ensemble._fill(stored)
         return ensemble
 
     @classmethod
-    def _check_before_building(cls, network: nn.Module, stored: Stored) -> None:
-        """Check by the rules of the method, but not for a class derived from it whose constructor has other options."""
-        knows = next(one for one in cls.__mro__ if "_check_stored" in vars(one))
-        makes = next(one for one in cls.__mro__ if "__init__" in vars(one))
-        if issubclass(knows, makes):
-            cls._check_stored(network, stored)
-
-    @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a file before anything is built from its options, which may need more memory than there is."""
+    def _check(cls, network: nn.Module, stored: Stored, **options: Any) -> None:
+        """Refuse a file that lacks what its options promise, which may need more memory than there is."""
+        try:
+            sketch = cls(shell(network).to("meta"), **options)  # where nothing takes memory
+        except Exception:  # of somebody else's method, which needs numbers; whatever is wrong otherwise shows now
+            return
+        for name, tensor in own_tensors(sketch).items():
+            stored.check(name, tensor.shape)
 
     def _fill(self, stored: Stored) -> None:
         """Copy tensors and progress from a file of an ensemble with the same network and options."""

@@ -37,7 +37,7 @@ def moments(network: nn.Module) -> Moments:
     for name, tensor in tensors(network).items():
         if id(tensor) in drawn and tensor.numel() > 1:
             values = tensor.detach().float()
-            mean, deviation = values.mean().item(), values.std().item()
+            mean, deviation = (0.0, 1.0) if values.is_meta else (values.mean().item(), values.std().item())
             if deviation > 0:
                 result[name] = (mean, deviation)
     return result
@@ -50,6 +50,8 @@ def draw(name: str, like: Tensor, known: Moments, seed: int, *key: object) -> Te
     class. Drawn on the CPU, so that every device and every process gets the same numbers.
     """
     mean, deviation = known[name]
+    if like.is_meta:
+        return like
     values = torch.randn(like.shape, generator=generator(seed, *key, name)) * deviation + mean
     return values.to(device=like.device, dtype=like.dtype)
 

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.checks import check_members, one_of
-from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne, Rows, Tiled, TogetherStage
 from plures.seeding import generator
-from plures.tensors import Layer, own_tensors
+from plures.tensors import Layer
 
 FactorInit = Literal["gaussian", "sign"]
 DEVIATION = 0.5  # of the Gaussian factors around 1, as in the authors' CIFAR code
@@ -78,20 +77,6 @@ class BatchEnsemble(ManyInOne):
         super().__init__(network, loss, tiled)
         self.members, self.factors, self.private_norm = members, factors, bool(private_norm)
         self.init, self.seed = init, seed
-
-    @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        members = stored.options["members"]
-        check_members(members)
-        for name, layer in building.layers_of(network).items():
-            inputs, outputs = building.widths(layer)
-            stored.check(building.inside(name, "members.alpha"), [members, inputs])
-            stored.check(building.inside(name, "members.gamma"), [members, outputs])
-        if stored.options["private_norm"]:
-            for name, norm in network.named_modules():
-                for kind, tensor in own_tensors(norm).items() if isinstance(norm, _BatchNorm) else ():
-                    for member in range(members):
-                        stored.check(building.inside(name, f"members.{member}.{kind}"), tensor.shape)
 
 
 class Factors(nn.Module):

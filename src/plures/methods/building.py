@@ -284,11 +284,6 @@ def layers_of(network: nn.Module) -> dict[str, Layer]:
     return found
 
 
-def inside(layer: str, tensor: str) -> str:
-    """Return the name that a file has for a tensor of a layer of the user's network; "" is the network itself."""
-    return ".".join(part for part in ("network.network", layer, tensor) if part)
-
-
 def widths(layer: Layer) -> tuple[int, int]:
     """Return the input and the output width of a layer."""
     if isinstance(layer, nn.Linear):

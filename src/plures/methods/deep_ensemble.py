@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from plures.calling import Arguments
 from plures.checks import check_members, one_of
-from plures.ensemble import Stored
 from plures.losses import Loss
 from plures.methods.building import AnyOrder, Init
 from plures.methods.orthogonal_dropout.roles import (
@@ -20,7 +19,7 @@ from plures.methods.orthogonal_dropout.roles import (
 )
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
-from plures.tensors import copied_around, moments, own_tensors, restart, tensors
+from plures.tensors import copied_around, moments, restart, tensors
 from plures.trunk import of_networks
 
 Classifier = Literal["private", "fixed"]
@@ -92,15 +91,6 @@ class DeepEnsemble(AnyOrder):
             if name in self._shared:
                 tensor.requires_grad_(False)
         return Stage(network, step, self.loss, self._write)
-
-    @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        members = stored.options["members"]
-        check_members(members)
-        shared = _shared(network, stored.options["classifier"], stored.options["roles"])
-        for name, tensor in own_tensors(network).items():
-            for member in range(1 if name in shared else members):
-                stored.check(f"networks.{member}.{name}", tensor.shape)
 
     def _starts(self, network: nn.Module) -> list[nn.Module]:
         known = moments(network)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from plures.checks import check_members, nearest
-from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
@@ -66,12 +65,6 @@ class Masksembles(ManyInOne):
         super().__init__(network, loss, grouped)
         self.members, self.scale, self.layers = members, scale, names
         self.every_mask, self.init, self.seed = bool(every_mask), init, seed
-
-    @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        known = layers_of(network)
-        for name in _chosen(network, stored.options["layers"]):
-            stored.check(building.inside(name, "members.masks"), [stored.options["members"], widths(known[name])[0]])
 
 
 class Grouped(Tiled):

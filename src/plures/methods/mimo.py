@@ -10,7 +10,6 @@ from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
 from plures.checks import check_members, whole_number
-from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss, class_axis
 from plures.methods import building
@@ -61,16 +60,6 @@ class MIMO(ManyInOne):
         super().__init__(network, loss, slots)
         self.members, self.first, self.last, self.init, self.seed = members, first, last, init, seed
         self.batch_repetition, self.input_repetition = batch_repetition, input_repetition
-
-    @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        members = stored.options["members"]
-        check_members(members)
-        first, last = _ends(network, stored.options["first"], stored.options["last"])
-        outputs, inputs, *kernel = layers(network)[first].weight.shape
-        stored.check(building.inside(first, "weight"), [outputs, inputs * members, *kernel])
-        outputs, *others = layers(network)[last].weight.shape
-        stored.check(building.inside(last, "weight"), [outputs * members, *others])
 
     def _stage(self, step: Step) -> Stage:
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)

@@ -11,13 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from plures.checks import check_members, number, one_of, whole_number
-from plures.ensemble import Stored
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
 from plures.methods.building import ManyInOne, Reduction, Rows, Tiled
 from plures.seeding import check_seed
-from plures.tensors import Layer, canonical, draw, moments
+from plures.tensors import Layer, draw, moments
 
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
@@ -71,16 +70,6 @@ class PackedEnsemble(ManyInOne):
         super().__init__(network, loss, tiled)
         self.members, self.alpha, self.gamma, self.seed = members, packing.alpha, gamma, seed
         self.first, self.last, self.reduction = first, last, reduction
-
-    @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        names = ("members", "alpha", "gamma", "first", "last", "seed")
-        packing = Packing(network, *(stored.options[name] for name in names))
-        first_names = canonical(network)
-        for name, layer in building.layers_of(network).items():
-            weight = f"{name}.weight".lstrip(".")
-            if first_names.get(weight) == weight:  # tied ones are stored once
-                stored.check(building.inside(name, "weight"), packing.weight_shape(name, layer))
 
 
 class Fold:
@@ -282,7 +271,7 @@ class Packing:
 
 def _around_again(values: Tensor, count: int) -> Tensor:
     """Repeat values up to a count: those of norm layers are all alike before training."""
-    return values[torch.arange(count) % len(values)]
+    return values.repeat(-(-count // len(values)))[:count]
 
 
 def is_depthwise(module: Convolution) -> bool:

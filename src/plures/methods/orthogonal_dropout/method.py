@@ -352,13 +352,9 @@ class OrthogonalDropout(Ensemble):
         return {} if self._given is None else file.base_tensors(self._split, dtype)
 
     @classmethod
-    def _check_stored(cls, network: nn.Module, stored: Stored) -> None:
-        """Refuse a number of members that the file does not hold."""
-        file.check_stored(network, check_roles(network, stored.options["roles"]), stored.options["members"], stored)
-
-    @classmethod
     def _restore(cls, network: nn.Module, stored: Stored) -> "OrthogonalDropout":
-        cls._check_before_building(network, stored)
+        roles = check_roles(network, stored.options["roles"])
+        file.check_stored(network, roles, stored.options["members"], stored)
         one_of("classifier", stored.options["classifier"], (None, *get_args(Classifier)))
         one_of("init", stored.options["init"], get_args(Init))
         one_of("background", stored.options.get("background", "zero"), get_args(Background))
