@@ -67,7 +67,6 @@ BAD = {
     "--seed": ["-1", "18446744073709551616", "1.5", "nan", *WORDS],
     "--seeds": NO_COUNT,
     "--jobs": NO_COUNT,
-    "--on": ["mars", *WORDS],
     "--scale": ["mars", *WORDS],
     "--recipes": ["nothing", "cifar", *WORDS],
     "--methods": ["nothing", "orthogonal-dropout:x=1", "deep-ensemble:members=x", *NO_NAME],
@@ -384,8 +383,8 @@ def _options(name: str) -> list[str]:
     of_recipe += ["--members", "--seed", "--model", "--data"]
     return {
         "train": ["--method", "--set", "--run", "--weights", *of_recipe],
-        "compare": ["--methods", "--seeds", "--jobs", "--on", "--runs", *of_recipe],
-        "reproduce": ["--scale", "--recipes", "--seeds", "--jobs", "--on", "--runs", "--out"],
+        "compare": ["--methods", "--seeds", "--jobs", "--runs", *of_recipe],
+        "reproduce": ["--scale", "--recipes", "--seeds", "--jobs", "--runs", "--out"],
         "evaluate": ["--ood", "--ood", "--data-dir"],
         "predict": ["--abstain-below", "--coverage", "--risk"],
         "report": ["--out", "--out", "--out", "--data-dir"],
