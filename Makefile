@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # of them, because they share fixtures that take seconds. The many small files with doctests come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits dist dist-check memcheck-aarch64 clean
+.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits smoke dist dist-check memcheck-aarch64 clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
@@ -66,6 +66,10 @@ digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/plures reproduce table3 --scale digits --out docs/results
 	$(BIN)/python docs/make/paper_figures.py figure2 --scale digits --seeds 3
 	$(BIN)/python docs/make/tables.py
+
+smoke: $(READY)  ## every table and figure of the paper from 64 digits and one epoch: does all of it still work? Minutes
+	$(BIN)/plures reproduce all --scale smoke --runs build/smoke/runs --out build/smoke
+	$(BIN)/python docs/make/paper_figures.py all --scale smoke --runs build/smoke/runs --out build/smoke
 
 # Wheels are made from the sdist, without the network. The wheel for aarch64 needs a cross compiler: gcc-aarch64-linux-gnu of Debian.
 TOOLS    := build/dist-venv

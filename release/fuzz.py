@@ -117,7 +117,7 @@ def files(minutes: float, seed: int) -> None:
             print(f"{processor_minutes():.0f} minutes: {counts}", flush=True)
             os._exit(0)
 
-    limits = ["-rss_limit_mb=6000", "-timeout=60", "-max_len=8000", f"-seed={seed}", f"-dict={HOME / 'words'}"]
+    limits = ["-rss_limit_mb=6000", "-timeout=3600", "-max_len=8000", f"-seed={seed}", f"-dict={HOME / 'words'}"]
     atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={HOME}/", str(corpus)], try_one)
     atheris.Fuzz()
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -355,6 +356,38 @@ def test_runs_of_the_last_version_have_names_and_commands() -> None:
         assert row.runs[0].command.startswith(f"plures train digits --method {name} ")
     with pytest.raises(PluresError, match="not finished: it stopped in member"):
         rows_of([written])
+
+
+def test_what_tables_share_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["reproduce", "all", "--scale", "digits", "--runs", str(tmp_path / "runs"), "--dry-run", "--json"]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    every = [one for target in TARGETS.values() for one in target.comparisons("digits")]
+    assert sum(line["runs"] for line in plan) == len({job.run for one in every for job in one.jobs(Path())})
+    assert {line["recipe"] for line in plan} == {"digits", "digits-wrn", "digits-resnet"}
+
+
+def test_all_tables_are_written_and_their_costs_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = str(tmp_path / "runs")
+    few = {
+        name: replace(TARGETS[name], recipes={"smoke": ("digits-smoke",)}, variants=(Variant("deterministic"),))
+        for name in ("table1", "table3")
+    }
+    monkeypatch.setattr("plures.lab.paper.TARGETS", few)
+    monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
+    words = ["reproduce", "all", "--scale", "smoke", "--runs", runs, "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    told = capsys.readouterr().err
+    assert re.search(r"digits-smoke: 1 runs, 1 epochs, 2 steps of 32 images; mlp has [\d,]+ weights, .* about ", told)
+    assert told.index("a plain step took") < told.index("1 to train")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"table1-digits-smoke.md", "table3-digits-smoke.json"} <= written
+    assert main([*words, "--json"]) == 0
+    out, told = capsys.readouterr()
+    assert [one["target"] for one in json.loads(out)["targets"]] == ["table1", "table3"]
+    assert "plain step" not in told, "nothing is left to train"
 
 
 def test_members_on_the_command_line_are_for_all_methods() -> None:

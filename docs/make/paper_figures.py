@@ -28,7 +28,7 @@ from matplotlib.ticker import MaxNLocator
 
 from plures import files
 from plures.lab.compare import Comparison, Published, Variant, table
-from plures.lab.compare.compare import compare
+from plures.lab.compare.compare import compare, costs_before
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import Look, looks_of
@@ -285,8 +285,8 @@ def _first_members(runs: Sequence[Finished], data_dir: Path | None) -> dict[int,
 def main(words: Sequence[str] | None = None) -> None:
     """Train the missing runs, write their tables and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("--scale", choices=("paper", "cpu", "digits"), default="digits")
+    parser.add_argument("target", choices=[*TARGETS, "all"])
+    parser.add_argument("--scale", choices=("paper", "cpu", "digits", "smoke"), default="digits")
     parser.add_argument("--recipes", nargs="*", default=[])
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
@@ -294,12 +294,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--jobs", type=int)
     asked = parser.parse_args(words)
-    comparisons = TARGETS[asked.target].comparisons(asked.scale, asked.seeds, asked.recipes)
+    names = list(TARGETS) if asked.target == "all" else [asked.target]
+    every = {name: TARGETS[name].comparisons(asked.scale, asked.seeds, asked.recipes) for name in names}
+    chosen = [(name, comparison) for name, comparisons in every.items() for comparison in comparisons]
+    comparisons = [comparison for _, comparison in chosen]
+    for line in costs_before(comparisons, asked.runs, asked.data_dir):
+        print(line)
     found = compare(comparisons, asked.runs, at_once=asked.jobs, data_dir=asked.data_dir)
-    for comparison, rows in zip(comparisons, found, strict=True):
-        table.write(asked.out / f"{asked.target}-{comparison.name}", rows, {**table.about(rows), "paper": PAPER})
-    pairs = list(zip(comparisons, found, strict=True))
-    print(*draw(asked.target, pairs, asked.out / f"{asked.target}-{asked.scale}", asked.data_dir), sep="\n")
+    pairs: dict[str, list[tuple[Comparison, Sequence[Row]]]] = {name: [] for name in names}
+    for (name, comparison), rows in zip(chosen, found, strict=True):
+        table.write(asked.out / f"{name}-{comparison.name}", rows, {**table.about(rows), "paper": PAPER})
+        pairs[name].append((comparison, rows))
+    for name in names:
+        print(*draw(name, pairs[name], asked.out / f"{name}-{asked.scale}", asked.data_dir), sep="\n")
 
 
 if __name__ == "__main__":

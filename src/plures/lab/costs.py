@@ -18,6 +18,7 @@ from torch import nn
 from plures import files
 from plures.ensemble import Ensemble
 from plures.lab.data import DataInfo
+from plures.lab.recipes import Recipe
 from plures.lab.runs.folder import Number, read_object
 from plures.lab.runs.open import device_for
 from plures.methods.deterministic import Deterministic
@@ -31,6 +32,7 @@ Clock = Callable[[], float]
 ROUNDS = 9
 SHORTEST = 0.02  # seconds: an action that takes less is repeated, because clocks are coarse
 PREDICTED = 64  # images at a time
+FEW = 8  # images of a step that is only timed
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,22 @@ def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
     for record in records:
         costs.setdefault(record["stage"], []).append(record.get("cost") or record["seconds"])
     return sum(len(stage) * min(stage) / plain for stage in costs.values())
+
+
+def plain_step(network: nn.Module, info: DataInfo, recipe: Recipe, device: torch.device) -> float:
+    """Return the seconds of a training step of the plain network, on a CPU by those of a few images."""
+    stage = next(iter(Deterministic(network).to(device).stages()))
+    count = min(recipe.batch_size, FEW if device.type == "cpu" else recipe.batch_size)
+    images = torch.randn(count, info.channels, info.size, info.size, device=device)
+    labels = torch.zeros(count, dtype=torch.long, device=device)
+
+    def step() -> None:
+        stage(images, labels).backward()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    (found,) = timed([step], 3, clock=time.perf_counter)
+    return min(found) * recipe.batch_size / count
 
 
 def relative(action: Action, baseline: Action) -> float:

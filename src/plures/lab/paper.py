@@ -18,7 +18,7 @@ from plures.lab.compare import Comparison, Published, Variant
 from plures.lab.method_names import LOOKS
 from plures.lab.recipes import get_recipe
 
-Scale = Literal["paper", "cpu", "digits"]
+Scale = Literal["paper", "cpu", "digits", "smoke"]
 Papers = Mapping[str, Mapping[str, Published]]  # the published figures by data set and name of the row
 
 PAPER = (
@@ -97,7 +97,7 @@ def paper_data(name: str) -> str:
     return re.sub(r"-\d+$", "", name)
 
 
-SEEDS = {"paper": 3, "cpu": 1, "digits": 2}  # as many as are made within a sensible time
+SEEDS = {"paper": 3, "cpu": 1, "digits": 2, "smoke": 1}  # as many as are made within a sensible time
 
 LONGER = 2.1  # orthogonal dropout trains a member for 200 + 20 + 200 epochs, a deep ensemble for 200
 FORM = ("classifier=fixed", "granularity=weight")  # the options of the paper that differ from our defaults
@@ -147,7 +147,8 @@ class Target:
 
 def scales(*names: str, digits: str = "digits") -> dict[str, tuple[str, ...]]:
     """Return the recipes that stand for the paper's data sets at each scale."""
-    return {"paper": names, "cpu": tuple(f"{name}-cpu" for name in names), "digits": (digits,)}
+    small = {"digits": (digits,), "smoke": (f"{digits}-smoke",)}
+    return {"paper": names, "cpu": tuple(f"{name}-cpu" for name in names), **small}
 
 
 def as_published(table: Papers, row: str) -> Papers:

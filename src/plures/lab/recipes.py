@@ -322,3 +322,14 @@ RECIPES: dict[str, Recipe] = {
     "cifar10-wrn-cpu": CIFAR10_WRN_CPU,
     "cifar100-wrn-cpu": _on_cifar100(CIFAR10_WRN_CPU),
 }
+RECIPES |= {
+    f"{name}-smoke": replace(
+        RECIPES[name],
+        about=f"64 {RECIPES[name].about.removeprefix('300 ')}".partition(":")[0]
+        + ": one epoch, to see that all of it works",
+        limit=84,
+        validation=20,
+        epochs=Epochs(pretrain=1, prune=1, finetune=1, train=1),
+    )
+    for name in ("digits", "digits-resnet", "digits-wrn")
+}

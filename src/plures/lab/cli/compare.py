@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -123,11 +124,18 @@ class Reproduce(Command):
       plures reproduce table1 --scale cpu --data-dir data
         --recipes cifar10-cpu
       plures reproduce table1 --scale paper --dry-run    only the plan
+      plures reproduce all --scale smoke
 
     Targets:
       table1   all methods on four data sets
       table2   the same with wide ResNets
       table3   the contribution of each part
+      all      all of them; runs that they share are trained once
+
+    Costs:
+      It first prints how much is left to train, and the time by a measured
+      step. SIGTERM, which rented machines get, loses at most one epoch of
+      each run in progress; the same command continues.
 
     Files:
       Runs are in RUNS/RECIPE/METHOD/seed-N. Tables and `plures compare`
@@ -135,13 +143,13 @@ class Reproduce(Command):
     """
 
     target: Annotated[Positional[str], arg(metavar="TARGET")]
-    """table1, table2 or table3."""
-    scale: Literal["paper", "cpu", "digits"] = "digits"
-    """The settings of the paper, small versions for two cores, or embedded digits."""
+    """table1, table2, table3 or all."""
+    scale: Literal["paper", "cpu", "digits", "smoke"] = "digits"
+    """The settings of the paper, small versions for two cores, embedded digits, or 64 of them for one epoch."""
     recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE", help_behavior_hint="")] = ()
     """The recipes; by default, all of the scale."""
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """How many runs to train per method; by default, 3 at the scale paper, 1 at cpu, 2 at digits."""
+    """How many runs to train per method; by default, 3 at the scale paper, 2 at digits, 1 at cpu and smoke."""
     dry_run: Switch = False
     """Only print the plan: runs, stages, epochs."""
     runs: Runs = Path("runs")
@@ -158,21 +166,22 @@ class Reproduce(Command):
         """Train the missing runs, and write the table."""
         from plures.lab.paper import TARGETS
 
-        if self.target not in TARGETS:
-            raise unknown("table", self.target, TARGETS)
-        comparisons = TARGETS[self.target].comparisons(self.scale, self.seeds, self.recipes)
-        return self._plan(comparisons) if self.dry_run else self._make(comparisons)
+        names = tuple(TARGETS) if self.target == "all" else (self.target,)
+        if names[0] not in TARGETS:
+            raise unknown("table", self.target, [*TARGETS, "all"])
+        asked = {name: TARGETS[name].comparisons(self.scale, self.seeds, self.recipes) for name in names}
+        return self._plan(list(chain(*asked.values()))) if self.dry_run else self._make(asked)
 
     def _plan(self, comparisons: "Sequence[Comparison]") -> int:
         from plures.lab import terminal
         from plures.lab.compare.compare import planned
         from plures.lab.recipes import RECIPES
 
-        lines = [line for comparison in comparisons for line in planned(comparison, self.runs)]
+        lines = planned(comparisons, self.runs)
         if self.json:
             print_json({"target": self.target, "scale": self.scale, "plan": lines})
         else:
-            about = [f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons]
+            about = dict.fromkeys(f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons)
             keys = ("runs", "done", "stages", "epochs")
             rows = [[line["recipe"], line["variant"], *(f"{line[key]:,}" for key in keys)] for line in lines]
             rows.append(["total", "", *(f"{sum(line[key] for line in lines):,}" for key in keys)])
@@ -181,18 +190,23 @@ class Reproduce(Command):
             terminal.show(terminal.table(title, headings, rows, words=["recipe", "method"]), *about)
         return 0
 
-    def _make(self, comparisons: "Sequence[Comparison]") -> int:
-        from plures.lab.compare.compare import compare
+    def _make(self, asked: "Mapping[str, Sequence[Comparison]]") -> int:
+        from plures.lab.compare.compare import compare, costs_before
         from plures.lab.paper import PAPER, TARGETS
 
-        check_place(self.out / f"{self.target}.md")
-        found = compare(comparisons, self.runs, at_once=self.jobs, data_dir=self.data_dir)
-        target = TARGETS[self.target]
-        documents, notes = {}, {"paper": PAPER, **target.notes}
-        for comparison, rows in zip(comparisons, found, strict=True):
-            name = comparison.name
-            stem = self.out / f"{self.target}-{name}"
-            documents[name] = tell(f"{self.target}, {name}", stem, rows, notes, json=self.json)
+        for target in asked:
+            check_place(self.out / f"{target}.md")
+        every = [comparison for comparisons in asked.values() for comparison in comparisons]
+        for line in costs_before(every, self.runs, self.data_dir):
+            print(line, file=sys.stderr)
+        found = compare(every, self.runs, at_once=self.jobs, data_dir=self.data_dir)
+        documents: dict[str, dict[str, Any]] = {target: {} for target in asked}
+        targets = [target for target, comparisons in asked.items() for _ in comparisons]
+        for target, comparison, rows in zip(targets, every, found, strict=True):
+            title, notes = f"{target}, {comparison.name}", {"paper": PAPER, **TARGETS[target].notes}
+            stem = self.out / f"{target}-{comparison.name}"
+            documents[target][comparison.name] = tell(title, stem, rows, notes, json=self.json)
         if self.json:
-            print_json({"target": self.target, "scale": self.scale, "tables": documents})
+            made = [{"target": target, "scale": self.scale, "tables": tables} for target, tables in documents.items()]
+            print_json({"targets": made} if self.target == "all" else made[0])
         return 2 if any(row.failures for rows in found for row in rows) else 0

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from rich.text import Text
 from plures.errors import PluresError, visible
 from plures.lab.compare import Comparison, Job, unique
 from plures.lab.compare.rows import Finished, Row, make_rows, with_trust
+from plures.lab.costs import machine, plain_step
+from plures.lab.data import steps
 from plures.lab.method_names import method_class
 from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs.config import differences, train_words
 from plures.lab.runs.folder import RunFolder, other_settings
-from plures.lab.runs.open import data_for, ensemble_for, network_for
+from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for
 from plures.progress import duration
 
 TICK = 0.2  # seconds between looks at the processes
@@ -113,22 +115,47 @@ def make_runs(jobs: Sequence[Job], at_once: int | None = None, data_dir: Path | 
     return _train(missing, at_once or usual, data_dir)
 
 
-def planned(comparison: Comparison, runs: Path) -> list[dict[str, Any]]:
-    """Count the runs, stages and epochs of each variant; nothing is trained or measured."""
-    jobs = comparison.jobs(runs)
-    lines = []
-    for variant in comparison.variants:
-        own = [job for job in jobs if job.variant == variant]
-        missing = sum(not is_done(job) for job in own)
-        recipe = own[0].recipe
-        # The stages follow from the method and its members, so the network may be a small one.
-        small = Recipe(model="resnet8", width=64, members=recipe.members)
-        network = network_for(small, classes=2, channels=1, size=8)
-        phases = [step.phase for step in ensemble_for(small, variant.method, variant.settings, network).plan()]
-        counts = {"runs": len(own), "done": len(own) - missing, "stages": len(phases) * missing}
-        epochs = sum(map(recipe.epochs.of, phases)) * missing
-        lines.append({"recipe": comparison.name, "variant": variant.name, **counts, "epochs": epochs})
+def planned(comparisons: Sequence[Comparison], runs: Path) -> list[dict[str, Any]]:
+    """Count the runs, stages and epochs of each variant, those of shared runs once; nothing is trained or measured."""
+    lines, seen = [], set[Path]()
+    for comparison in comparisons:
+        jobs = [job for job in comparison.jobs(runs) if job.run not in seen]
+        seen.update(job.run for job in jobs)
+        for variant in comparison.variants:
+            if not (own := [job for job in jobs if job.variant == variant]):
+                continue
+            missing = sum(not is_done(job) for job in own)
+            recipe = own[0].recipe
+            # The stages follow from the method and its members, so the network may be a small one.
+            small = Recipe(model="resnet8", width=64, members=recipe.members)
+            network = network_for(small, classes=2, channels=1, size=8)
+            phases = [step.phase for step in ensemble_for(small, variant.method, variant.settings, network).plan()]
+            counts = {"runs": len(own), "done": len(own) - missing, "stages": len(phases) * missing}
+            epochs = sum(map(recipe.epochs.of, phases)) * missing
+            lines.append({"recipe": comparison.name, "variant": variant.name, **counts, "epochs": epochs})
     return lines
+
+
+def costs_before(comparisons: Sequence[Comparison], runs: Path, data_dir: Path | None) -> Iterator[str]:
+    """Yield a line for each recipe: what is left to train, its network, and the time by a measured step."""
+    lines, device = planned(comparisons, runs), device_for()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()["processor"]
+    for recipe_name, recipe in {one.name: one.recipe for one in comparisons}.items():
+        own = [line for line in lines if line["recipe"] == recipe_name]
+        left, epochs = (sum(line[key] for line in own) for key in ("runs", "epochs"))
+        left -= sum(line["done"] for line in own)
+        if not left:
+            continue
+        data = data_for(recipe, data_dir)
+        network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
+        seconds = plain_step(network, data.info, recipe, device)
+        count = epochs * steps(data.train, recipe.batch_size, drop_last=len(data.train) >= recipe.batch_size)
+        weights = sum(parameter.numel() for parameter in network.parameters())
+        yield (
+            f"{recipe_name}: {left} runs, {epochs:,} epochs, {count:,} steps of {recipe.batch_size} images; "
+            f"{recipe.model} has {weights:,} weights, and a plain step took {seconds:.2g} s on {name}: "
+            f"about {duration(count * seconds)} one after the other"
+        )
 
 
 def refuse_others(job: Job) -> None:
