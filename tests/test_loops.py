@@ -1,6 +1,8 @@
 """Stages trained in other people's loops come out as those of the lab's own loop."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from plures.lab.training.fit import fit
 EPOCHS = 4
 BATCH = 64
 RATE = 5e-3
+GUIDE = Path(__file__).parent.parent / "docs/guide/other-loops.md"
 
 # Trainers warn of what they are given and of what they use themselves; a library cannot change that.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,6 +60,15 @@ def optimizer(stage):
     return torch.optim.AdamW(stage.parameter_groups(weight_decay=1e-4), lr=RATE)
 
 
+def from_the_guide(name):
+    """A class as docs/guide/other-loops.md shows it."""
+    block = next(one for one in GUIDE.read_text().split("```python\n") if f"class {name}(" in one)
+    known = {"torch": torch}
+    exec("\n".join(line for line in block.splitlines() if re.match("(from|import) ", line)), known)
+    exec(re.search(rf"^class {name}\(.*?(?=^\S)", block, re.DOTALL | re.MULTILINE)[0], known)
+    return known[name]
+
+
 def accuracy(trained, data):
     assert all(step.committed for step in trained.plan())
     images, labels = inputs_and_labels(data, data.test)
@@ -88,7 +100,7 @@ def test_accelerate(data, digits, usual):
 @pytest.mark.slow
 def test_hugging_face_trainer(data, digits, usual, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from plures.loops import StageModel
+    model = from_the_guide("StageModel")
 
     rows = [{"x": image, "labels": label} for image, label in digits]
     settings = transformers.TrainingArguments(
@@ -97,7 +109,7 @@ def test_hugging_face_trainer(data, digits, usual, tmp_path):
     )  # fmt: skip
     trained = ensemble()
     for stage in trained.stages():
-        transformers.Trainer(StageModel(stage), settings, train_dataset=rows).train()
+        transformers.Trainer(model(stage), settings, train_dataset=rows).train()
     assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
 
 
@@ -109,18 +121,18 @@ def lightning_trainer(folder, epochs=EPOCHS, **more):
 
 def test_lightning(data, digits, usual, tmp_path):
     pytest.importorskip("lightning")
-    from plures.loops import StageModule
+    module = from_the_guide("StageModule")
 
     trained = ensemble()
     for stage in trained.stages():
         trainer = lightning_trainer(tmp_path, enable_checkpointing=False)
-        trainer.fit(StageModule(stage, optimizer), DataLoader(digits, BATCH, shuffle=True))
+        trainer.fit(module(stage), DataLoader(digits, BATCH, shuffle=True))
     assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
 
 
 def test_lightning_goes_on_from_a_checkpoint_with_the_same_bits(digits, tmp_path):
     lightning = pytest.importorskip("lightning")
-    from plures.loops import StageModule
+    module = from_the_guide("StageModule")
 
     class Losses(lightning.Callback):
         seen: list[float]
@@ -139,7 +151,7 @@ def test_lightning_goes_on_from_a_checkpoint_with_the_same_bits(digits, tmp_path
         )
         # Our own file: Lightning would unpickle its hyperparameters, of which there are none.
         options = {"weights_only": True} if checkpoint else {}
-        trainer.fit(StageModule(stage, optimizer), few, few, ckpt_path=checkpoint, **options)
+        trainer.fit(module(stage), few, few, ckpt_path=checkpoint, **options)
         trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
         return stage.state_dict()
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import plures
+from test_loops import from_the_guide
 
 TOKENS = torch.randint(1, 60, (8, 7), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "attention_mask": (TOKENS > 5).long()}
@@ -54,8 +55,6 @@ def fit(ensemble: plures.Ensemble, labels: torch.Tensor) -> None:
 def trainer(ensemble: plures.Ensemble, labels: torch.Tensor, out: Path) -> None:
     import transformers
 
-    from plures.loops import StageModel
-
     rows = [{name: one[row] for name, one in {**BATCH, "labels": labels}.items()} for row in range(len(labels))]
     options: dict[str, Any] = {
         "remove_unused_columns": False,
@@ -65,7 +64,7 @@ def trainer(ensemble: plures.Ensemble, labels: torch.Tensor, out: Path) -> None:
     }
     arguments = transformers.TrainingArguments(str(out), num_train_epochs=3, disable_tqdm=True, **options)
     for stage in ensemble.stages():
-        transformers.Trainer(StageModel(stage), arguments, train_dataset=rows).train()
+        transformers.Trainer(from_the_guide("StageModel")(stage), arguments, train_dataset=rows).train()
 
 
 @pytest.mark.parametrize(("train", "last"), [(loop, None), (loop, 1), (fit, None), (trainer, 1)])
