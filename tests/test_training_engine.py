@@ -180,6 +180,24 @@ def test_a_linear_layer_over_the_weights_of_each_member_is_torchs_own(members, s
         agrees(one.double(), other.double())
 
 
+@pytest.mark.parametrize("rows", [1, 40, 130])
+def test_a_chain_of_linear_layers_is_torchs_own(rows):
+    random, members = torch.Generator().manual_seed(rows), 3
+    mine = torch.randint(members + 1, (70, 65), generator=random) == torch.arange(members)[:, None, None]
+    shapes = ((members, rows, 65), (70, 65), (members, 70), (members, 9, 70), (members, 9))
+    leaves = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
+    x, weight, bias, own, last = leaves
+    hidden = (x.double() @ (weight * mine).double().transpose(1, 2) + bias.double()[:, None]).relu()
+    expected = hidden @ own.double().transpose(1, 2) + last.double()[:, None]
+    gradient = torch.randn(expected.shape, generator=random)
+    kernels = kernels_of(torch.ones(members, 9, 70, dtype=torch.bool), private=True)
+    found = linear(x, LinearLayer(weight, bias, kernels_of(mine), True), LinearLayer(own, last, kernels))
+    agrees(found.detach().double(), expected.detach())
+    theirs = torch.autograd.grad(expected, leaves, gradient.double())
+    for one, other in zip(torch.autograd.grad(found, leaves, gradient), theirs, strict=True):
+        agrees(one.double(), other.double())
+
+
 def test_a_linear_layer_refuses_rows_and_lists_that_do_not_fit():
     kernels = kernels_of(torch.ones(2, 4, 3, dtype=torch.bool))
     for x, weight in [((3, 5, 3), (4, 3)), ((2, 5, 4), (4, 3)), ((2, 0, 3), (4, 3)), ((2, 5, 3), (4, 2))]:

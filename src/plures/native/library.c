@@ -40,6 +40,15 @@ const Kernels *plures_kernels(const char *wanted) {
     return NULL;
 }
 
+/* The best set of instructions of this CPU, whichever were compiled. */
+const char *plures_level(void) {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f")) return "avx512";
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
+#endif
+    return "portable";
+}
+
 int plures_lanes(const Kernels *kernels) { return kernels->lanes; }
 const char *plures_instructions(const Kernels *kernels) { return kernels->instructions; }
 

@@ -7,6 +7,7 @@ import stat
 import sys
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -14,7 +15,7 @@ from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
 
-INTERFACE = 7  # PLURES_INTERFACE of owned.h
+INTERFACE = 8  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):
@@ -82,8 +83,8 @@ def _load_once(setting: str) -> Library | UnavailableError:
         packaged = build.find(build.HERE, build.levels_of(platform.machine()))
         if packaged is not None:
             return Library(packaged, level)
-        levels = [level or _level_here()]
         folder = cache_folder()
+        levels = [level or _level_here(folder)]
         return Library(build.find(folder, levels) or build.compile_into(folder, levels), level)
     except build.CannotCompileError as error:
         return UnavailableError(f"the native library cannot be compiled: {error}; install a C compiler")
@@ -116,11 +117,10 @@ def refuse_if_others_write(folder: Path) -> None:
             )
 
 
-def _level_here() -> str:
-    """Return the best set of instructions that this CPU reports."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
-    if "avx512f" in flags:
-        return "avx512"
-    return "avx2" if {"avx2", "fma"} <= flags else "portable"
+def _level_here(folder: Path) -> str:
+    """Return the best set of instructions of this CPU, which a library without kernels finds out."""
+    if build.levels_of(platform.machine()) == ("portable",):
+        return "portable"
+    found = ctypes.CDLL(str(build.find(folder, []) or build.compile_into(folder, [])))
+    found.plures_level.restype = ctypes.c_char_p
+    return cast(bytes, found.plures_level()).decode()

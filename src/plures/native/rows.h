@@ -290,7 +290,8 @@ ALWAYS void weight_gradient(const Linear *layer, int64_t member, const float *x,
                     sums[i] = g[0] * load(from);
                     UNROLL for (int v = 1; v < vectors; v++) ADD_PRODUCT_FROM(sums[i], g[v], from + v * LANES);
                 }
-                const vector found = sums_of_lanes(sums);
+                float found[LANES];
+                store(found, sums_of_lanes(sums));
                 for (int i = 0; i < here; i++) {
                     float *to = row + l->places[k + i];
                     *to = more ? *to + found[i] : found[i];

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from plures.errors import PluresError
 from plures.native.library import load
 from plures.native.structures import MOST, Linear, Rows, floats
-from plures.native.training import MemberKernels, check_kernels
+from plures.native.training import MemberKernels, Memory, check_kernels
 
 TILE = 64  # rows that the library pads to, at most
 
@@ -29,12 +29,13 @@ class LinearLayer(NamedTuple):
     relu: bool = False
 
 
-def linear(x: Tensor, *layers: LinearLayer) -> Tensor:
+def linear(x: Tensor, *layers: LinearLayer, memory: Memory | None = None) -> Tensor:
     """Run a chain of linear layers on rows, [members or 1, rows, inputs]: [members, rows, outputs].
 
         y = linear(x, LinearLayer(weight, bias, kernels_of(owners == members)))
 
-    The gradient of a weight comes from the member that has it; other weights get zero.
+    The gradient of a weight comes from the member that has it; other weights get zero. What the way back needs is
+    written to `memory`.
     """
     members, inputs = len(layers[0].kernels.forward.starts), layers[0].kernels.inputs
     x = floats("rows", x, None, None, inputs)
@@ -50,16 +51,18 @@ def linear(x: Tensor, *layers: LinearLayer) -> Tensor:
         check_kernels(kernels, weight.numel())
         inputs = kernels.outputs
     given = [(kernels, relu) for _, _, kernels, relu in layers]
-    result: Tensor = _Chain.apply(x, given, *weights, *biases)  # type: ignore[no-untyped-call]
+    result: Tensor = _Chain.apply(x, given, memory or Memory(), *weights, *biases)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: list[tuple[MemberKernels, bool]], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, given: list[tuple[MemberKernels, bool]], memory: Memory, *tensors: Tensor | None
+    ) -> Tensor:
         members, rows = len(given[0][0].forward.starts), x.shape[1]
         width = given[0][0].inputs + sum(kernels.outputs for kernels, _ in given)
-        kept = x.new_empty(members * -(-rows // TILE) * TILE * width)
+        kept = memory.empty(members * -(-rows // TILE) * TILE * width)
         y = x.new_empty(members, rows, given[-1][0].outputs)
         stride = 0 if len(x) == 1 else x.stride(0)
         _run(_filled(given, tensors), x.data_ptr(), y, kept, None, stride)
@@ -72,7 +75,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         gradient, (kept, *tensors), needed = gradients[0].contiguous(), ctx.saved_tensors, ctx.needs_input_grad
         layers, found = _filled(ctx.given, tensors), list[Tensor | None]()
-        for place, (one, wanted) in enumerate(zip(tensors, needed[2:], strict=True)):
+        for place, (one, wanted) in enumerate(zip(tensors, needed[3:], strict=True)):
             layer = layers[place % len(layers)]
             is_weight = place < len(layers)
             to = None if one is None or not wanted else torch.zeros_like(one) if is_weight else torch.empty_like(one)
@@ -81,7 +84,7 @@ class _Chain(torch.autograd.Function):
         to_x = gradient.new_empty(len(gradient), *ctx.shape[1:]) if needed[0] else None
         _run(layers, None, gradient, kept, to_x, 0)
         shared = to_x is not None and ctx.shape[0] < len(to_x)
-        return to_x.sum(0, keepdim=True) if to_x is not None and shared else to_x, None, *found
+        return to_x.sum(0, keepdim=True) if to_x is not None and shared else to_x, None, None, *found
 
 
 def _filled(given: list[tuple[MemberKernels, bool]], tensors: Sequence[Tensor | None]) -> Any:

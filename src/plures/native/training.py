@@ -44,18 +44,6 @@ def unblocked(x: Tensor) -> Tensor:
     return x.permute(0, 1, 5, 2, 3, 4).contiguous().flatten(0, 2)
 
 
-def blocked_rows(x: Tensor, members: int = 1) -> Tensor:
-    """Lay rows, [members * rows, ..., features], side by side as the pixels of one image; lanes divide their number."""
-    lanes, rows = load().lanes, x.numel() // (members * x.shape[-1])
-    height = next(n for n in (4, 2, 1) if rows // lanes % n == 0)
-    return x.reshape(members, 1, height, -1, lanes, x.shape[-1]).permute(0, 1, 5, 2, 3, 4).contiguous()
-
-
-def unblocked_rows(x: Tensor, lead: Sequence[int]) -> Tensor:
-    """Lay rows one after the other again, [members * lead[0], *lead[1:], features]."""
-    return x.permute(0, 1, 3, 4, 5, 2).reshape(len(x) * lead[0], *lead[1:], x.shape[2])
-
-
 class Memory:
     """Memory of activations that one step after the other uses: the system clears fresh memory, page by page."""
 

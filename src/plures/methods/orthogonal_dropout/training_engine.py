@@ -5,7 +5,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -28,21 +28,15 @@ from plures.native.training import (
     MemberKernels,
     Memory,
     blocked,
-    blocked_rows,
     convolution,
     kernels_of,
     norm,
     unblocked,
-    unblocked_rows,
 )
 
 MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wide network are faster
-MANY_PRODUCTS = (
-    2**22
-)  # of a linear layer: with fewer, one batched product takes less time than the calls of the library
 CLOSE = 1e-3  # of the length of an output: how far sums in another order may lie apart
 FAR = 0.02  # of the length of a gradient, in which rounding errors of norm layers over few samples grow
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 GROUPED: dict[type[nn.Module], Callable[..., Tensor]] = dict(
     zip(CONVOLUTIONS, (F.conv1d, F.conv2d, F.conv3d), strict=True)
 )
@@ -253,6 +247,9 @@ class _Subject(Protocol):
     def rows(self, name: str) -> Tensor:
         """Return a tensor that is not split, [members, ...]."""
 
+    def is_private(self, name: str) -> bool:
+        """Return whether each member has such a tensor for itself."""
+
     def within(self, path: str, member: int) -> dict[str, Tensor]:
         """Return the tensors of a layer of a member."""
 
@@ -289,6 +286,9 @@ class _Alone:
         path, _, attribute = name.rpartition(".")
         return cast(Tensor, getattr(self.network.get_submodule(path), attribute))[None]
 
+    def is_private(self, name: str) -> bool:
+        return False
+
     def within(self, path: str, member: int) -> dict[str, Tensor]:
         return {}
 
@@ -297,21 +297,19 @@ class _Alone:
 
 
 class _Blocked:
-    """Images or rows, blocked; after a layer that waits for what follows it, what comes before it.
+    """Blocked images; after a layer that waits for what follows it, what comes before it.
 
-    `lead` are the axes before the features if these are rows, and None if they are images. `after` is a convolution
-    that waits for its norm layer.
+    `after` is a convolution that waits for its norm layer.
     """
 
     def __init__(
         self,
         values: Tensor,
-        lead: torch.Size | None,
         finish: Callable[..., Tensor] | None = None,
         shortcut: Any = None,
         after: Convolved | None = None,
     ) -> None:
-        self.values, self.lead, self.finish, self.shortcut, self.after = values, lead, finish, shortcut, after
+        self.values, self.finish, self.shortcut, self.after = values, finish, shortcut, after
 
     def shape(self) -> tuple[int, ...]:
         """Return the shape that it will have."""
@@ -323,7 +321,14 @@ class _Blocked:
 
     def plain(self) -> Tensor:
         """Return the samples one after the other, member after member."""
-        return unblocked(self.now()) if self.lead is None else unblocked_rows(self.now(), self.lead)
+        return unblocked(self.now())
+
+
+class _Chain(NamedTuple):
+    """Linear layers that follow one another: their nodes, what each member has of them, whether a ReLU follows each."""
+
+    layers: list[tuple[fx.Node, MemberKernels, bool]]
+    last: fx.Node
 
 
 class _Prepared(fx.Interpreter):
@@ -345,21 +350,25 @@ class _Prepared(fx.Interpreter):
         self.kernels = {node: found for node in known if (found := self._kernels(node)) is not None}
         self.batched = set(filter(self._is_batched, traced.layers))  # split layers that run as one product
         self.masks: dict[fx.Node, Tensor] = {}
-        self.lists: dict[fx.Node, MemberKernels] = {}
+        self.chains: dict[fx.Node, _Chain] = {}  # by their first node
+        self.chained: set[fx.Node] = set()  # nodes that run with the chain that they are in
         self.versions = [mark._version for mark in subject.marks()]
         self.copies = [mark.clone() for mark in subject.marks()]
-        self.blocked: dict[fx.Node, str] = {}  # nodes whose values are blocked: images or rows
+        self.blocked: set[fx.Node] = set()  # nodes whose values are blocked
         self.apart: set[fx.Node] = set()  # nodes whose values differ between members
         self.own = {node for node in traced.nodes if subject.members > 1 and self._has_own(node)}
         self.of_batch: set[fx.Node] = set()  # nodes that depend on what the network is called with
         for node in traced.nodes:
             if node.op == "placeholder" or not self.of_batch.isdisjoint(node.all_input_nodes):
                 self.of_batch.add(node)
-            if (kind := self._stays_blocked(node)) is not None:
-                self.blocked[node] = kind
+            if self._stays_blocked(node):
+                self.blocked.add(node)
             if self._is_apart(node):
                 self.apart.add(node)
-        self.norms = [node for node in traced.layers if node in self.blocked and traced.is_layer(node, *NORMS)]
+        for node in traced.layers:
+            if self.with_library and subject.members > 1 and node not in self.chained and self._is_linear(node):
+                self._chain(node)
+        self.norms = [node for node in traced.layers if node in self.blocked and traced.is_layer(node, nn.BatchNorm2d)]
         self.waiting = set(filter(self._waits, traced.nodes))
         self.direct = {node: traced.layers[node] for node in filter(self._is_direct, traced.layers)}
 
@@ -384,6 +393,27 @@ class _Prepared(fx.Interpreter):
         fits = self.traced.is_layer(node, nn.Linear) or (not self.on_cpu and self._is_grouped(node))
         plain = fits and len(node.args) == 1 and not node.kwargs and self.subject.members > 1
         return plain and self.subject.kernels(f"{node.target}.weight") is not None
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        """Return whether a node is a linear layer whose weights differ between members, by single weights if at all."""
+        plain = self.traced.is_layer(node, nn.Linear) and len(node.args) == 1 and not node.kwargs
+        return plain and (node in self.batched or self.subject.is_private(f"{node.target}.weight"))
+
+    def _chain(self, node: fx.Node) -> None:
+        """Note a linear layer, and the ReLUs and linear layers that follow and stand alone: they are one call."""
+        layers, last, following = [], node, cast(fx.Node | None, node)
+        while following is not None and self._is_linear(following):
+            relu = self.traced.relu_after(following)
+            layers.append((following, self._member_weights(following), relu is not None))
+            last = relu or following
+            self.chained |= {following, last}
+            following = self.traced.only_user(last)
+        self.chains[node] = _Chain(layers, last)
+
+    def _member_weights(self, node: fx.Node) -> MemberKernels:
+        if node in self.batched:
+            return kernels_of(self._mine(node))
+        return kernels_of(torch.ones_like(self.subject.rows(f"{node.target}.weight"), dtype=torch.bool), private=True)
 
     def _mine(self, node: fx.Node) -> Tensor:
         """Return which weights each member has, [members, *weight]."""
@@ -435,11 +465,14 @@ class _Prepared(fx.Interpreter):
         self.args_iter = iter(args)
         try:
             for node in self.traced.nodes:
-                layer = self.direct.get(node)
-                result = self.run_node(node) if layer is None else layer(self.env[node.args[0]])
-                self.env[node] = result
+                layer, chain = self.direct.get(node), self.chains.get(node)
+                if chain is not None:
+                    self.env[chain.last] = self._linear(chain, self.env[node.args[0]])
+                elif node not in self.chained:
+                    result = self.run_node(node) if layer is None else layer(self.env[node.args[0]])
+                    self.env[node] = result
                 for unused in self.user_to_last_uses.get(node, ()):
-                    del self.env[unused]
+                    self.env.pop(unused, None)
             return result
         finally:
             self.env = {}
@@ -452,44 +485,35 @@ class _Prepared(fx.Interpreter):
         layer = self.traced.layers.get(n)
         if n in self.kernels:
             return self._convolved(n, args[0])
-        if n not in self.blocked or (isinstance(layer, NORMS) and len(args[0].lead or ()) > 1):
+        if n not in self.blocked:
             return self._on_plain(n, args, kwargs)
-        if isinstance(layer, NORMS):
+        if isinstance(layer, nn.BatchNorm2d):
             values = args[0].now() if args[0].after is None else args[0].values
-            return self._finished(n, _Blocked(values, args[0].lead, self._norm(n, args[0].after), None, args[0].after))
+            return self._finished(n, _Blocked(values, self._norm(n, args[0].after), None, args[0].after))
         if isinstance(layer, nn.Identity):
             return args[0]
         if self.traced.is_relu(n) and args[0].finish is not None:
-            return _Blocked(args[0].now(relu=True), args[0].lead)
+            return _Blocked(args[0].now(relu=True))
         if self.traced.is_sum(n) and not self.waiting.isdisjoint(n.all_input_nodes):
             waiting, other = args if n.all_input_nodes[0] in self.waiting else args[::-1]
             shortcut = other.now()
             if shortcut.shape != waiting.shape():  # they broadcast
-                return _Blocked(waiting.now() + shortcut, waiting.lead)
-            whole = _Blocked(waiting.values, waiting.lead, waiting.finish, shortcut, waiting.after)
+                return _Blocked(waiting.now() + shortcut)
+            whole = _Blocked(waiting.values, waiting.finish, shortcut, waiting.after)
             return self._finished(n, whole)
-        lead = next(one.lead for one in args if isinstance(one, _Blocked))
-        return _Blocked(self._call(n, args, kwargs, lambda value: value.now()), lead)
+        return _Blocked(self._call(n, args, kwargs, lambda value: value.now()))
 
     def _convolved(self, node: fx.Node, given: Any) -> _Blocked:
-        layer, kernels, subject = self.traced.layers[node], self.kernels[node], self.subject
-        linear = isinstance(layer, nn.Linear)
-        if isinstance(given, _Blocked):
-            values, lead = given.now(), given.lead
-        else:
-            members = subject.members if node.args[0] in self.apart else 1
-            lead = torch.Size([len(given) // members, *given.shape[1:-1]]) if linear else None
-            values = blocked_rows(given, members) if linear else blocked(given, members)
+        image, subject = cast(nn.Conv2d, self.traced.layers[node]), self.subject
+        members = subject.members if node.args[0] in self.apart else 1
+        values = given.now() if isinstance(given, _Blocked) else blocked(given, members)
         weight = (subject.split if node in self.split else subject.rows)(f"{node.target}.weight")
-        bias = None if layer.bias is None else subject.rows(f"{node.target}.bias")
-        if linear:
-            return _Blocked(convolution(values, weight[:, :, None, None], bias, kernels, (1, 1), (0, 0)), lead)
-        image = cast(nn.Conv2d, layer)
-        after = Convolved(weight, bias, kernels, image.stride, cast(tuple[int, int], image.padding))
+        bias = None if image.bias is None else subject.rows(f"{node.target}.bias")
+        after = Convolved(weight, bias, self.kernels[node], image.stride, cast(tuple[int, int], image.padding))
         user = self.traced.only_user(node)
-        if user in self.blocked and self.traced.is_layer(user, *NORMS):
-            return _Blocked(values, None, lambda x, *_, **__: convolution(x, *after, self.memory), None, after)
-        return _Blocked(convolution(values, *after, self.memory), None)
+        if user in self.blocked and self.traced.is_layer(user, nn.BatchNorm2d):
+            return _Blocked(values, lambda x, *_, **__: convolution(x, *after, self.memory), None, after)
+        return _Blocked(convolution(values, *after, self.memory))
 
     def _norm(self, node: fx.Node, after: Convolved | None) -> Callable[..., Tensor]:
         layer = cast(nn.BatchNorm2d, self.traced.layers[node])
@@ -509,7 +533,7 @@ class _Prepared(fx.Interpreter):
             return self._call(node, args, kwargs, _Blocked.plain)
         if node in self.own and len(args) == 1 and not kwargs:
             if self.traced.is_layer(node, nn.Linear):
-                return self._linear(node, args[0])
+                return self._product(node, args[0])
             if not self.on_cpu and self._is_grouped(node):
                 return self._grouped(node, args[0])
         args, kwargs = map_arg((node.args, node.kwargs), self._repeated)
@@ -541,23 +565,28 @@ class _Prepared(fx.Interpreter):
             self.masks[node] = self._mine(node).to(weight.dtype)
         return weight * self.masks[node]
 
-    def _linear(self, node: fx.Node, given: Any) -> Tensor:
-        """Run a linear layer of all members: over the weights of each in large layers, or as one batched product."""
+    def _linear(self, chain: "_Chain", given: Any) -> Tensor:
+        """Run a chain of linear layers of all members, over the weights that each has."""
         x: Tensor = given.plain() if isinstance(given, _Blocked) else given
+        layers, (first, *_) = [], chain.layers[0]
+        for node, kernels, relu in chain.layers:
+            weight = (self.subject.split if node in self.batched else self.subject.rows)(f"{node.target}.weight")
+            bias = None if self.traced.layers[node].bias is None else self.subject.rows(f"{node.target}.bias")
+            layers.append(LinearLayer(weight, bias, kernels, relu))
+        apart = first.args[0] in self.apart
+        rows = x.reshape(self.subject.members if apart else 1, -1, x.shape[-1])
+        result = linear(rows, *layers, memory=self.memory)
+        return result.view(len(x) * (1 if apart else self.subject.members), *x.shape[1:-1], result.shape[-1])
+
+    def _product(self, node: fx.Node, x: Tensor) -> Tensor:
+        """Run a linear layer of all members as one batched product."""
         members, layer = self.subject.members, cast(nn.Linear, self.traced.layers[node])
         apart = node.args[0] in self.apart
-        lead = x.shape[:-1] if apart else torch.Size([members * len(x), *x.shape[1:-1]])
-        rows = x.reshape(members if apart else 1, -1, x.shape[-1])
+        rows, weight = x.reshape(members if apart else 1, -1, x.shape[-1]), self._weight(node).transpose(1, 2)
+        rows = rows.expand(members, -1, -1)
         bias = None if layer.bias is None else self.subject.rows(f"{node.target}.bias")
-        products = lead.numel() * layer.in_features * layer.out_features
-        if node in self.batched and self.with_library and products >= MANY_PRODUCTS:
-            if node not in self.lists:
-                self.lists[node] = kernels_of(self._mine(node))
-            result = linear(rows, LinearLayer(self.subject.split(f"{node.target}.weight"), bias, self.lists[node]))
-        else:
-            rows, weight = rows.expand(members, -1, -1), self._weight(node).transpose(1, 2)
-            result = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)
-        return result.view(*lead, layer.out_features)
+        result = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)
+        return result.view(len(x) * (1 if apart else members), *x.shape[1:-1], layer.out_features)
 
     def _grouped(self, node: fx.Node, given: Any) -> Tensor:
         """Run a convolution of all members as one of as many groups."""
@@ -604,7 +633,7 @@ class _Prepared(fx.Interpreter):
 
     def _finished(self, node: fx.Node, value: _Blocked) -> _Blocked:
         """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
-        return value if node in self.waiting else _Blocked(value.now(), value.lead)
+        return value if node in self.waiting else _Blocked(value.now())
 
     def _waits(self, node: fx.Node) -> bool:
         """Return whether a norm layer, or the addition after one, is run with what follows: an addition, a ReLU."""
@@ -612,7 +641,7 @@ class _Prepared(fx.Interpreter):
         if user is None or node not in self.blocked or user not in self.blocked:
             return False
         then_relu = self.traced.is_relu(user)
-        if self.traced.is_layer(node, *NORMS):
+        if self.traced.is_layer(node, nn.BatchNorm2d):
             once = self.traced.is_called_once(node)  # statistics have an order
             return once and (then_relu or self._first_to_wait(user) is node)
         return then_relu and self._first_to_wait(node) is not None
@@ -621,20 +650,18 @@ class _Prepared(fx.Interpreter):
         """Return one of two norm layers that are added; None if there is none, or nothing is added."""
         graph = self.traced
         added = graph.is_sum(node) and len(node.all_input_nodes) == 2
-        norms = [one for one in node.all_input_nodes if graph.is_layer(one, *NORMS) and graph.only_user(one)]
+        norms = [one for one in node.all_input_nodes if graph.is_layer(one, nn.BatchNorm2d) and graph.only_user(one)]
         return norms[0] if added and norms else None
 
-    def _stays_blocked(self, node: fx.Node) -> str | None:
-        """Return whether the output of a node is blocked images or rows."""
+    def _stays_blocked(self, node: fx.Node) -> bool:
+        """Return whether the output of a node is blocked."""
         if node in self.kernels:
-            return "rows" if isinstance(self.traced.layers[node], nn.Linear) else "images"
-        kinds = {self.blocked.get(one) for one in node.args if isinstance(one, fx.Node)}
-        if node.kwargs or len(kinds) != 1 or kinds == {None}:
-            return None
-        (kind,) = kinds
+            return True
+        given = [one for one in node.args if isinstance(one, fx.Node)]
+        if node.kwargs or not given or not self.blocked.issuperset(given):
+            return False
         fits = self.traced.is_elementwise(node) or self.traced.is_layer(node, nn.Identity)
-        own_norm = nn.BatchNorm2d if kind == "images" else nn.BatchNorm1d
-        return kind if fits or (self.traced.is_layer(node, own_norm) and _can_norm(self.traced.layers[node])) else None
+        return fits or (self.traced.is_layer(node, nn.BatchNorm2d) and _can_norm(self.traced.layers[node]))
 
     def _is_apart(self, node: fx.Node) -> bool:
         if node.op == "get_attr" and node in self.own:
