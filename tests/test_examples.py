@@ -106,7 +106,7 @@ def at_hand_for(name: str) -> dict[str, Any]:
 
 
 # These take seconds or more: the guide shows them, and its test runs them.
-LONG = ("export", "Exported")
+LONG = ("export",)
 SHOWN = [name for name, value in public().items() if any(examples(inspect.getdoc(value) or "")) and name not in LONG]
 
 

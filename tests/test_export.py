@@ -26,7 +26,7 @@ from plures.exporting.inference import CLASS_OUTPUTS, Inference, pack_bytes, unp
 from plures.lab.models import BasicBlock, ResNet
 from test_contract import METHODS, RANDOM_PREDICTION, identify, train, trained
 
-# One of each method; that of MC dropout draws other masks than `predict`, and has a test of its own.
+# One of each method; MC dropout cannot be exported.
 ONE_OF_EACH = list({method[0]: method for method in METHODS if method[0] not in RANDOM_PREDICTION}.values())
 OUTPUTS = CLASS_OUTPUTS
 SPLIT = ("OrthogonalDropout", {"members": 2})
@@ -77,8 +77,8 @@ def from_pixels(tmp_path_factory):
     path = tmp_path_factory.mktemp("exported") / "e.onnx"
     ensemble = trained(("OrthogonalDropout", {"members": 3, "optimize_masks": False}), wide_and_tied)
     about = {"preprocessing": {"mean": [0.5]}, "provenance": {"data": "birds"}}
-    written = plures.export(ensemble, path, pixels(1), preprocess=FromPixels(), classes=list("abcd"), metadata=about)
-    return path, ensemble, written
+    plures.export(ensemble, path, pixels(1), preprocess=FromPixels(), classes=list("abcd"), metadata=about)
+    return path, ensemble
 
 
 @networks.reproducible
@@ -201,16 +201,9 @@ def test_a_network_that_asks_for_the_length_of_its_batch(tmp_path):
     assert_agrees(tmp_path / "e.onnx", ensemble)
 
 
-def test_the_passes_of_mc_dropout_are_drawn_once(tmp_path):
-    ensemble = trained(("MCDropout", {"passes": 3, "init": "fresh"}), two_layers)
-    plures.export(ensemble, tmp_path / "e.onnx", images(2))
-    together, again, alone = run(tmp_path / "e.onnx", [images(5), images(5), images(5)[3:4]])
-    np.testing.assert_array_equal(together["members"], again["members"])
-    np.testing.assert_allclose(together["members"][:, 3:4], alone["members"], atol=1e-6)
-    first, second, _ = together["members"]
-    assert not np.allclose(first, second)  # passes differ
-    expected = ensemble.predict(images(5)).probabilities.numpy()
-    assert np.abs(together["probabilities"] - expected).max() < 0.2  # other masks of the same network
+def test_mc_dropout_is_refused(tmp_path):
+    with pytest.raises(plures.PluresError, match="MCDropout draws random numbers to predict"):
+        plures.export(plures.MCDropout(two_layers()), tmp_path / "e.onnx", images(2))
 
 
 def test_a_partly_trained_ensemble_of_blocks_exports_what_is_trained(tmp_path):
@@ -221,7 +214,7 @@ def test_a_partly_trained_ensemble_of_blocks_exports_what_is_trained(tmp_path):
 
 
 def test_preprocessing_is_part_of_the_file(from_pixels):
-    path, ensemble, _ = from_pixels
+    path, ensemble = from_pixels
     (outputs,) = run(path, [pixels(3)])
     expected = ensemble.predict(FromPixels()(pixels(3))).probabilities
     np.testing.assert_allclose(outputs["probabilities"], expected, atol=1e-5)
@@ -257,16 +250,15 @@ def committed(ensemble):
 
 
 def test_a_split_ensemble_has_the_size_of_one_network(from_pixels):
-    path, _, split = from_pixels
+    path, _ = from_pixels
     one = sum(parameter.nbytes for parameter in wide_and_tied().parameters())
-    assert split.bytes == path.stat().st_size < 1.1 * one
-    assert split.stored == "one network with the owners of its weights"
+    assert path.stat().st_size < 1.1 * one
 
 
 def test_the_file_says_what_it_is_and_nothing_of_this_machine(from_pixels):
     import onnx
 
-    path, _, _ = from_pixels
+    path, _ = from_pixels
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     found = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
@@ -293,7 +285,7 @@ numpy.save(sys.argv[3], answer["probabilities"])
 
 
 def test_a_process_without_torch_runs_the_file(from_pixels, tmp_path):
-    path, ensemble, _ = from_pixels
+    path, ensemble = from_pixels
     np.save(tmp_path / "in.npy", pixels(3).numpy())
     paths = [str(path), str(tmp_path / "in.npy"), str(tmp_path / "out.npy")]
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *paths], check=True, capture_output=True)
@@ -405,11 +397,10 @@ def test_a_network_that_cannot_be_traced_is_told_by_its_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_operator_that_onnx_lacks_is_told_with_its_line(tmp_path):
-    words = r"ONNX has no prims.bessel_j0.default, which test_export.py, line \d+, `return torch.special.*` calls"
-    with pytest.raises(plures.PluresError, match=words):
+def test_an_operator_that_onnx_lacks_is_named(tmp_path):
+    with pytest.raises(plures.PluresError, match=r"ONNX has no prims.bessel_j0.default, which it calls"):
         plures.export(one(Rare()), tmp_path / "e.onnx", images(2))
-    assert plures.export(one(Rare()), tmp_path / "e.pt2", images(2)).bytes
+    assert plures.export(one(Rare()), tmp_path / "e.pt2", images(2)).is_file()
 
 
 def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch):

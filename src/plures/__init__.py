@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from plures import guarantees, metrics
     from plures.answers import Prediction, Regression
     from plures.ensemble import Ensemble
-    from plures.exporting.exported import Exported, export
+    from plures.exporting.exported import export
     from plures.lab.sharing import from_hub as from_hub
     from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.losses import CrossEntropy, GaussianNLL
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
     "plures.ensemble": ("Ensemble",),
-    "plures.exporting.exported": ("Exported", "export"),
+    "plures.exporting.exported": ("export",),
     "plures.lab.sharing": ("from_hub", "push_to_hub"),  # need the extra [lab]
     "plures.losses": ("CrossEntropy", "GaussianNLL"),
     "plures.methods.orthogonal_dropout.doors": ("adapt", "split"),
@@ -59,7 +59,6 @@ __all__ = [
     "Deterministic",
     "Engine",
     "Ensemble",
-    "Exported",
     "GaussianNLL",
     "MCDropout",
     "Masksembles",

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from torch.export import ExportedProgram
 from plures.calling import rows_of
 from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
-from plures.exporting.inference import Inference, SplitMembers, named_tensors
-from plures.exporting.program import brief, line_of, program_of, quiet
+from plures.exporting.inference import Inference, named_tensors
+from plures.exporting.program import brief, program_of, quiet
 from plures.files import replacing, write
 from plures.methods.mc_dropout import MCDropout
 from plures.version import __version__
@@ -27,25 +26,8 @@ OPSET = 20
 LARGEST = 2**31 - 1  # bytes that one protobuf message can have
 FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weights are left to the runtime
 _OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
 
 Run = Callable[..., dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Exported:
-    """The file that `export` has written.
-
-    exported = plures.export(ensemble, "birds.pt2", images)
-    exported.path, exported.bytes, exported.stored, exported.calibration
-    """
-
-    path: Path
-    bytes: int
-    stored: str
-    """How the file stores the members' weights, which determines its size."""
-    calibration: str
-    """The calibration that is part of the outputs, in words, or "not calibrated"."""
 
 
 def export(
@@ -56,8 +38,8 @@ def export(
     classes: Sequence[str] | None = None,
     preprocess: nn.Module | None = None,
     metadata: Mapping[str, Any] | None = None,
-) -> Exported:
-    """Write an ensemble as one self-contained file that runs without plures.
+) -> Path:
+    """Write an ensemble as one self-contained file that runs without plures, and return its path.
 
         plures.export(ensemble, "birds.onnx", images)
 
@@ -75,51 +57,40 @@ def export(
     - `classes`, `metadata`: stored in the file as JSON.
 
     Before the file is written, it is run on `example_inputs` and on two other batch sizes; if its outputs differ from
-    the ensemble's, an error is raised. The passes of MC dropout are drawn once at export, so the file always gives the
-    same outputs.
+    the ensemble's, an error is raised. MC dropout is refused: its passes draw other numbers each time.
     """
     path = Path(path)
     if path.suffix not in (".onnx", ".pt2"):
         raise PluresError(f"{path} ends neither in .onnx nor in .pt2, which name the formats: change the name")
     if not path.parent.is_dir():
         raise PluresError(f"cannot write {path}: there is no folder {path.parent}")
+    if isinstance(ensemble, MCDropout):
+        raise PluresError("MCDropout draws random numbers to predict, which a file cannot: export another method")
     if path.suffix == ".onnx":
         _need_onnx()
     inference, program = program_of(ensemble, example_inputs, preprocess)
-    traced = program.module()
-    stored, calibration = "one network that all members share", "not calibrated"
-    if isinstance(inference.members, SplitMembers):
-        count = inference.members.count
-        stored = "one network with the owners of its weights" if inference.members.owners else f"{count} networks"
-    if ensemble.calibration is not None:
-        calibration = ensemble.calibration.summary()
     described = {
         "version": __version__,
         "method": type(ensemble).__name__,
         "outputs": list(inference.outputs),
         "uncertainty": "variance" if inference.numbers else "nats",
-        "stored": stored,
-        "calibration": calibration,
+        "calibration": ensemble.calibration.summary() if ensemble.calibration else "not calibrated",
     }
     named = {} if classes is None else {"classes": list(classes)}
     about = {name: json.dumps(value) for name, value in {"plures": described, **named, **(metadata or {})}.items()}
     if path.suffix == ".pt2":
-        _check_agreement(inference, ensemble, traced, traced, path)
+        _check_agreement(inference, ensemble, program.module(), path)
         with replacing(path) as beside, quiet():
             torch.export.save(program, beside, extra_files=about)
     else:
         contents = _onnx_bytes(program, named_tensors(inference.like), inference.outputs, about)
-        _check_agreement(inference, ensemble, traced, _onnx_run(contents), path)
+        _check_agreement(inference, ensemble, _onnx_run(contents), path)
         write(path, contents)
-    return Exported(path, path.stat().st_size, stored, calibration)
+    return path
 
 
-def _check_agreement(inference: Inference, ensemble: Ensemble, traced: nn.Module, run: Run, path: Path) -> None:
-    """Raise an error if a file returns other numbers than the ensemble, for the example and two other batch sizes.
-
-    The passes of MC dropout are drawn when it is traced, so its file is compared with the traced program.
-    """
-    drawn = isinstance(ensemble, MCDropout)
+def _check_agreement(inference: Inference, ensemble: Ensemble, run: Run, path: Path) -> None:
+    """Raise an error if a file returns other numbers than the ensemble, for the example and two other batch sizes."""
     coarse = any(one.device.type != "cpu" or one.dtype.itemsize < 4 for one in ensemble.parameters())
     like = inference.like
     count = len(next(iter(named_tensors(like).values())))
@@ -127,7 +98,7 @@ def _check_agreement(inference: Inference, ensemble: Ensemble, traced: nn.Module
         tensors = list(named_tensors(given).values())
         with torch.no_grad():
             try:
-                expected = traced(*tensors) if drawn else inference.live(ensemble, given)
+                expected = inference.live(ensemble, given)
             except Exception:
                 if given is like:
                     raise
@@ -177,7 +148,7 @@ def _onnx_bytes(
             onnxscript.optimizer.optimize_ir(made.model, input_size_limit=FOLD_BELOW)
             model = made.model_proto
         except Exception as error:  # whatever the exporter could not do
-            raise _unwritable(program, error) from error
+            raise _unwritable(error) from error
     for part in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output):
         del part.metadata_props[:]  # lines of the code that was traced, with the paths of this machine
         part.doc_string = ""
@@ -212,16 +183,14 @@ def _onnx_run(contents: bytes) -> Run:
     return run
 
 
-def _unwritable(program: ExportedProgram, error: Exception) -> PluresError:
-    """Return the error for an operator that ONNX lacks, with the line of the network that calls it."""
+def _unwritable(error: Exception) -> PluresError:
+    """Return the error for an operator that ONNX lacks, by its name."""
     reasons: list[BaseException] = [error]
     while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None and len(reasons) < 10:
         reasons.append(before)
     missing = _OPERATOR.findall("\n".join(map(str, reversed(reasons))))
     if not missing:
         return PluresError(f"cannot export the network to ONNX: {brief(reasons[-1])}; write a .pt2 file")
-    operator = ".".join(missing[0])
-    plain = missing[0][0].partition(".")[2]  # the exporter takes some apart first: special_bessel_j0 into bessel_j0
-    traces = [node.meta.get("stack_trace") or "" for node in program.graph.nodes if plain in str(node.target)]
-    caller = line_of([found for trace in traces for found in _FRAME.findall(trace)]).removesuffix(",")
-    return PluresError(f"cannot export the network: ONNX has no {operator}, which {caller} calls; write a .pt2 file")
+    return PluresError(
+        f"cannot export the network: ONNX has no {'.'.join(missing[0])}, which it calls; write a .pt2 file"
+    )

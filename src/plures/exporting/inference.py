@@ -94,7 +94,6 @@ class SplitMembers(nn.Module):
         self._first_names = {name: name for name in states[0]} | canonical(networks[0])
         split = ensemble._split if isinstance(ensemble, OrthogonalDropout) else None
         owners, given = ({}, {}) if split is None else (split.owners(), split.given())
-        self.owners = bool(owners)
         self._kept: dict[str, _Whole | _Split] = {}
         for number, name in enumerate(dict.fromkeys(self._first_names.values())):
             values = [state[name] for state in states]

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from plures.calling import arguments, rows_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.exporting.inference import Inference, named_tensors
-from plures.seeding import generator
 
 ADVICE = "write it with torch operations whose shapes and branches do not depend on numbers in the batch"
-_DRAWS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
 _NOT_THE_NETWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
@@ -29,8 +27,7 @@ def program_of(
 ) -> tuple[Inference, ExportedProgram]:
     """Trace what a file computes, for any number of samples; return it as a module and as a program.
 
-    The first axis of every tensor that is as long as that of the first tensor is the batch. Random numbers follow from
-    the ensemble's seed.
+    The first axis of every tensor that is as long as that of the first tensor is the batch.
     """
     given = arguments(example_inputs)
     first = next(iter(named_tensors(given).values()), None)
@@ -45,9 +42,7 @@ def program_of(
     batch = Dim("batch", min=1)
     axes = tuple({0: batch} if tensor.dim() and len(tensor) == len(tensors[0]) else {} for tensor in tensors)
     with quiet(), torch.no_grad():
-        program = _trace(inference, tensors, (axes,))
-        drawn = _with_drawn_masks(program.module(), getattr(ensemble, "seed", 0))
-        return inference, program if drawn is None else _trace(drawn, tensors, axes)
+        return inference, _trace(inference, tensors, (axes,))
 
 
 def _trace(inference: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, ...]) -> ExportedProgram:
@@ -82,26 +77,6 @@ def brief(error: BaseException) -> str:
     """Return the class and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
-
-
-def _with_drawn_masks(module: fx.GraphModule, seed: int) -> fx.GraphModule | None:
-    """Make every active dropout drop the same entries in every run; return None if nothing is random."""
-    # A file has no random numbers that follow from a seed: each pass of MC dropout becomes a fixed member.
-    graph, random = module.graph, generator(seed, "exported passes")
-    draws = [node for node in graph.nodes if node.target in _DRAWS]
-    for number, node in enumerate(draws):
-        like, chance = node.args
-        shape = [int(length) for length in like.meta["val"].shape[1:]]
-        name = f"drawn_mask_{number}"
-        module.register_buffer(name, torch.rand([1, *shape], generator=random) < chance)
-        with graph.inserting_before(node):
-            one = graph.call_function(torch.ops.aten.ones_like.default, (like,))
-            zero = graph.call_function(torch.ops.aten.zeros_like.default, (like,))
-            kept = graph.call_function(torch.ops.aten.where.self, (graph.get_attr(name), one, zero))
-        node.replace_all_uses_with(kept)
-        graph.erase_node(node)
-    module.recompile()
-    return module if draws else None
 
 
 @contextmanager

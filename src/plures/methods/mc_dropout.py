@@ -71,8 +71,6 @@ class MCDropout(OneStage):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
         self._all_ready()
-        if torch.compiler.is_exporting():  # a program for other machines has no generator but theirs
-            return torch.stack([logits_of(self.network(*args, **kwargs)) for _ in range(self.passes)])
         logits: Tensor = self._run_passes([Arguments(args, kwargs)])
         return logits
 

@@ -160,13 +160,13 @@ class Export(Command):
 
         check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
-        found = run.export(self.file)
+        size = run.export(self.file).stat().st_size
+        learned = run.ensemble.calibration.summary() if run.ensemble.calibration else "not calibrated"
         if self.json:
-            named = ("bytes", "stored", "calibration")
-            print_json({"file": str(self.file)} | {name: getattr(found, name) for name in named})
+            print_json({"file": str(self.file), "bytes": size, "calibration": learned})
             return 0
-        print(f"{visible(str(self.file))}: {found.bytes:,} bytes, {found.stored}")
-        print(found.calibration)
+        print(f"{visible(str(self.file))}: {size:,} bytes")
+        print(learned)
         return 0
 
 

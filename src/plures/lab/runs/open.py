@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.exporting.exported import Exported, export
+from plures.exporting.exported import export
 from plures.files import is_file
 from plures.lab.data import Data, DataInfo, open_data
 from plures.lab.data.images import ordinary
@@ -128,7 +128,7 @@ class Run:
             )
         return data
 
-    def export(self, path: Path) -> Exported:
+    def export(self, path: Path) -> Path:
         """Write the run as one file that takes uint8 pixels."""
         info = self.info
         preprocessing = {
