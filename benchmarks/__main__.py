@@ -6,6 +6,7 @@ and docs/engines.md at the end. With --quick, nothing is written.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,17 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import pages, size, speed
-from benchmarks.harness import RESNET18, TRANSFORMER, WIDE_RESNET, Ratio
+from benchmarks.harness import (
+    LITE,
+    PERCEPTRON,
+    QUARTER,
+    RESNET18,
+    TRANSFORMER,
+    TRANSFORMERS_VIT,
+    WIDE_RESNET,
+    Ratio,
+    Subject,
+)
 from benchmarks.speed import MethodCost
 from plures import files
 from plures.lab.costs import machine
@@ -22,15 +33,21 @@ from plures.native import library
 
 Part = tuple[str, Callable[[], Iterable[Ratio | MethodCost]]]
 
-# Network, granularity, batch and targets (AVX-512, other instructions).
-OWNED = (
-    (RESNET18, "kernel", 1, (2.0, 2.0)),
-    (RESNET18, "kernel", 16, (1.5, 1.9)),
-    (RESNET18, "kernel", 32, (1.5, 1.9)),
-    (RESNET18, "weight", 32, (2.8, 2.8)),
-    (TRANSFORMER, "block", 8, (2.5, 2.5)),
-    (WIDE_RESNET, "kernel", 8, (1.8, 1.8)),
-    (RESNET18, "kernel", 128, (1.5, 1.9)),
+PEERS = (speed.FIVE_NETWORKS, speed.UNFOLDED, speed.ONNX, speed.PACKED, speed.BATCH)
+# Network, granularity, batch, target, threads (None: all), rounds, and what else is compared with the plain network.
+OWNED: tuple[tuple[Subject, str, int, float, int | None, int, tuple[str, ...]], ...] = (
+    (RESNET18, "kernel", 1, 1.6, None, 9, PEERS),
+    (RESNET18, "kernel", 1, 1.6, 1, 9, ()),
+    (RESNET18, "kernel", 16, 1.25, None, 7, (*PEERS, speed.COMPILED)),
+    (RESNET18, "weight", 32, 2.8, None, 5, ()),
+    (RESNET18, "kernel", 128, 1.3, None, 5, ()),
+    (WIDE_RESNET, "kernel", 8, 1.4, None, 5, ()),
+    (TRANSFORMER, "block", 8, 1.6, None, 7, (speed.FIVE_NETWORKS, speed.ONNX)),
+    (TRANSFORMERS_VIT, "block", 8, 2.0, None, 7, (speed.FIVE_NETWORKS,)),
+    *((PERCEPTRON, "weight", batch, 2.0, 1, 9, PEERS) for batch in (1, 32, 512)),
+    (PERCEPTRON, "block", 1, 2.0, 1, 9, ()),
+    (LITE, "kernel", 1, 3.0, None, 7, (speed.FIVE_NETWORKS,)),
+    (LITE, "kernel", 32, 3.0, None, 3, (speed.FIVE_NETWORKS,)),
 )
 
 
@@ -50,7 +67,7 @@ def main() -> None:
             found.append(one)
             if not quick:
                 write(pages.HOME / "benchmarks", found)
-    print(markdown(found))
+    print("\n".join(map(str, found)))
     if not quick:
         pages.main()
 
@@ -62,14 +79,18 @@ def with_targets() -> list[Part]:
         ("masks", partial(speed.mask_ratios, rounds=7)),
         ("the data pipeline", partial(speed.data_ratios, rounds=9)),
         ("files, ResNet18", partial(size.file_ratios, RESNET18, rounds=9)),
-        ("prediction, ResNet18, batch 128", partial(speed.prediction_ratios, RESNET18, 128, rounds=3)),
+        ("files, ViT-S", partial(size.file_ratios, TRANSFORMER, rounds=5)),
+        ("training together, ResNet18", partial(speed.together_ratios, RESNET18, 64, 5, 2.0)),
+        ("training together, a quarter of the width", partial(speed.together_ratios, QUARTER, 128, 7, 2.4)),
+        ("training together, perceptron", partial(speed.together_ratios, PERCEPTRON, 64, 200, 2.0)),
     ]
     if reason := library.why_unavailable():
         print(f"the owned engine is not measured: {reason}", file=sys.stderr)
         return parts
-    for subject, granularity, batch, bars in OWNED:
-        title = f"the owned engine, {subject.name}, batch {batch}, {granularity} granularity"
-        parts.append((title, partial(speed.owned_ratios, subject, granularity, batch, 9, bars)))
+    for subject, granularity, batch, bar, on_threads, rounds, peers in OWNED:
+        title = f"prediction, {subject.name}, batch {batch}, {granularity} granularity"
+        measure = partial(speed.owned_ratios, subject, granularity, batch, rounds, bar)
+        parts.append((title, partial(measure, on_threads=on_threads, peers=peers)))
     parts.append(("the owned engine, ten members", partial(speed.growth_ratios, RESNET18, 16, 9)))
     for granularity in size.MEMORY_BARS:
         title = f"the memory of the owned engine, {granularity} granularity"
@@ -78,55 +99,29 @@ def with_targets() -> list[Part]:
 
 
 def others() -> list[Part]:
-    """Return the parts without targets: small batches, large networks, bf16, and every method on a ResNet18."""
-    parts: list[Part] = [
-        (f"prediction, ResNet18, batch {batch}", partial(speed.prediction_ratios, RESNET18, batch, rounds=3))
-        for batch in (1, 32)
-    ]
+    """Return the parts without targets: large networks, bf16, and every method on a ResNet18."""
     # Few images: without bf16 instructions they take very long.
-    parts.append(("bf16, ResNet18", partial(speed.bf16_ratios, RESNET18, 8, rounds=3)))
+    parts: list[Part] = [("bf16, ResNet18", partial(speed.bf16_ratios, RESNET18, 4, rounds=2))]
     for subject in (TRANSFORMER, WIDE_RESNET):
-        parts += [
-            (f"training steps, {subject.name}", partial(speed.step_ratios, subject, 4, rounds=2)),
-            (f"files, {subject.name}", partial(size.file_ratios, subject, rounds=2)),
-            (f"prediction, {subject.name}, batch 1", partial(speed.prediction_ratios, subject, 1, rounds=2)),
-        ]
+        parts.append((f"training steps, {subject.name}", partial(speed.step_ratios, subject, 4, rounds=2)))
     parts.append(("every method, ResNet18", partial(speed.method_costs, 16, rounds=2)))
     return parts
 
 
 def write(folder: Path, found: Sequence[Ratio | MethodCost]) -> None:
-    """Write results.json and results.md into a folder."""
+    """Write results.json and results.md into a folder; what other sets of instructions gave is kept."""
+    path, here = folder / "results.json", machine()
+    known = json.loads(path.read_text()) if path.exists() else {"machine": here, "others": {}}
+    others = known.pop("others", {}) | {known["machine"]["instructions"]: known}
+    others.pop(here["instructions"], None)
     document = {
-        "machine": machine(),
+        "machine": here,
         "ratios": [asdict(one) | {"met": one.met} for one in found if isinstance(one, Ratio)],
         "methods": [asdict(one) for one in found if isinstance(one, MethodCost)],
+        "others": others,
     }
-    files.write_json(folder / "results.json", document)
-    files.write(folder / "results.md", markdown(found).encode())
-
-
-def markdown(found: Sequence[Ratio | MethodCost]) -> str:
-    """Return the results as Markdown."""
-    ratios = [one for one in found if isinstance(one, Ratio)]
-    methods = [one for one in found if isinstance(one, MethodCost)]
-    about = ", ".join(f"{name} {value}" for name, value in machine().items())
-    lines = [
-        "# Benchmark",
-        "",
-        f"Made by `make bench`. {about}.",
-        "",
-        "Ratios measured side by side in one run: median of the rounds, with the least and the largest.",
-        "",
-        *pages.table([asdict(one) | {"met": one.met} for one in ratios], digits=3),
-    ]
-    if methods:
-        lines += ["", "Each method on ResNet18-CIFAR, relative to the plain network, batch 16.", ""]
-        lines += ["| method | members | parameters | file | training step | prediction |", "|---|---|---|---|---|---|"]
-    for cost in methods:
-        numbers = (cost.parameters, cost.file, cost.step, cost.prediction)
-        lines.append(f"| {cost.method} | {cost.members} | " + " | ".join(f"{n:.2f}" for n in numbers) + " |")
-    return "\n".join(lines) + "\n"
+    files.write_json(path, document)
+    files.write(folder / "results.md", pages.results(document).encode())
 
 
 if __name__ == "__main__":

@@ -81,17 +81,74 @@ class VisionTransformer(nn.Module):
         return self.head(self.encoder(tokens).mean(1))
 
 
+def perceptron() -> nn.Module:
+    """Make a perceptron of the size that tables of numbers take."""
+    return nn.Sequential(
+        *(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, CLASSES)),
+    )
+
+
+class _Inverted(nn.Module):
+    def __init__(self, inputs: int, outputs: int, expansion: int, size: int, stride: int) -> None:
+        super().__init__()
+        wide, self.adds = inputs * expansion, stride == 1 and inputs == outputs
+        first = [nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()] if expansion > 1 else []
+        depthwise = nn.Conv2d(wide, wide, size, stride, size // 2, groups=wide, bias=False)
+        last = [nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
+        self.layers = nn.Sequential(*first, depthwise, nn.BatchNorm2d(wide), nn.ReLU6(), *last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layers(x)
+        return made + x if self.adds else made
+
+
+def efficientnet_lite0() -> nn.Module:
+    """Make EfficientNet-Lite0 after its published table: mostly 1x1 and depthwise convolutions."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU6()]
+    inputs = 32
+    for expansion, outputs, count, stride, size in (
+        *((1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3)),
+        *((6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3)),
+    ):
+        for turn in range(count):
+            layers.append(_Inverted(inputs, outputs, expansion, size, stride if turn == 0 else 1))
+            inputs = outputs
+    layers += [nn.Conv2d(320, 1280, 1, bias=False), nn.BatchNorm2d(1280), nn.ReLU6()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, CLASSES))
+
+
+def transformers_vit() -> nn.Module:
+    """Make a vision transformer of the package transformers, of the size of ViT-S, for 32-pixel images."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    made: nn.Module = ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, num_labels=CLASSES, **sizes))
+    return made
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A network to measure: its name and the function that makes it."""
+    """A network to measure: its name, the function that makes it, and the shape of a sample."""
 
     name: str
     make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (3, 32, 32)
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return random inputs and labels."""
+        inputs = torch.randn(size, *self.shape, generator=torch.Generator().manual_seed(0))
+        return inputs, torch.arange(size) % CLASSES
 
 
 RESNET18 = Subject("ResNet18", lambda: resnet18(classes=CLASSES))
+QUARTER = Subject(
+    "ResNet18 of a quarter of the width, 16 pixels", lambda: resnet18(classes=CLASSES, width=16), (3, 16, 16)
+)
 WIDE_RESNET = Subject("WRN28-10", lambda: WideResNet(classes=CLASSES))
 TRANSFORMER = Subject("ViT-S", VisionTransformer)
+TRANSFORMERS_VIT = Subject("ViT-S of transformers", transformers_vit)
+PERCEPTRON = Subject("perceptron 64-256-256-10", perceptron, (64,))
+LITE = Subject("EfficientNet-Lite0 (rebuilt), 224 pixels", efficientnet_lite0, (3, 224, 224))
 
 
 def finished(network: nn.Module, members: int = 5, granularity: str = "weight") -> OrthogonalDropout:
@@ -102,16 +159,15 @@ def finished(network: nn.Module, members: int = 5, granularity: str = "weight") 
     return ensemble
 
 
-def images(batch: int) -> tuple[Tensor, Tensor]:
-    """Return random 32-pixel images and labels."""
-    inputs = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return inputs, torch.arange(batch) % CLASSES
+def reordered(inputs: Tensor) -> Tensor:
+    """Return images in channels_last, and other inputs as they are."""
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs
 
 
 def training_step(stage: Stage, images: Tensor, targets: Tensor, precision: str) -> Action:
     """Return an action that trains a stage by one step of SGD with momentum."""
     lay_out(stage, len(images), images.device, mixed=precision in DTYPES)
-    images = images.contiguous(memory_format=torch.channels_last)
+    images = reordered(images)
     optimizer = torch.optim.SGD(stage.parameter_groups(weight_decay=5e-4), lr=1e-3, momentum=0.9, nesterov=True)
 
     def step() -> None:
@@ -146,6 +202,6 @@ def _finish(tensor: Tensor) -> None:
         torch.accelerator.synchronize()
 
 
-def first_step(ensemble: Ensemble, batch: int, precision: str) -> Action:
+def first_step(ensemble: Ensemble, subject: Subject, batch: int, precision: str) -> Action:
     """Return a training step of an ensemble's first stage."""
-    return training_step(ensemble.open(ensemble.plan()[0]), *images(batch), precision)
+    return training_step(ensemble.open(ensemble.plan()[0]), *subject.batch(batch), precision)

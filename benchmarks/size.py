@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import RESNET18, Ratio, Subject, finished, images, race
-from benchmarks.speed import MEMBERS, instructions
+from benchmarks.harness import RESNET18, Ratio, Subject, finished, race
+from benchmarks.speed import MEMBERS, threads_here
 from plures.lab.costs import Action
 from plures.storage import load, save
 
@@ -45,7 +45,7 @@ def file_ratios(subject: Subject, rounds: int) -> Iterator[Ratio]:
 
         setting = f"{subject.name}, from the file to a network that can run"
         whole = {"load 5 members / load five plain files": lambda: load(path, subject.make)}
-        yield from race(setting, load_plain(5), whole, rounds, dict.fromkeys(whole, 0.6) if bars else {})
+        yield from race(setting, load_plain(5), whole, rounds, dict.fromkeys(whole, 0.5 if bars else 1.0))
 
 
 def memory_ratios(granularity: str, rounds: int = 2, batch: int = 8) -> Iterator[Ratio]:
@@ -63,7 +63,7 @@ def memory_ratios(granularity: str, rounds: int = 2, batch: int = 8) -> Iterator
         grown = pool.apply(owned_growth, (path, batch, rounds))
     plain = held(RESNET18.make())
     counted = f"growth of resident memory at the peak of a batch of {batch}, less the tensors of that batch"
-    setting = f"{RESNET18.name}, {MEMBERS} members, {granularity} granularity, {counted}, {instructions()}"
+    setting = f"{RESNET18.name}, {MEMBERS} members, {granularity} granularity, {counted}, {threads_here()}"
     name = "owned peak memory beyond activations / plain weights"
     yield Ratio.of(name, setting, [one / plain for one in grown], MEMORY_BARS[granularity])
 
@@ -118,4 +118,4 @@ def _resident_bytes(field: str) -> int:
 
 def _predict(network: nn.Module, batch: int) -> None:
     with torch.no_grad():
-        network(images(batch)[0])
+        network(RESNET18.batch(batch)[0])

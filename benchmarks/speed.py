@@ -1,9 +1,12 @@
 """The time of training steps and predictions, relative to plain networks."""
 
 import copy
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,25 +20,27 @@ from benchmarks.harness import (
     Subject,
     finished,
     first_step,
-    images,
     prediction,
     race,
+    reordered,
     training_step,
 )
 from plures.ensemble import Ensemble
+from plures.exporting.exported import export
 from plures.fitting import lay_out
 from plures.lab.costs import Action, file_size, timed
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.models import resnet8
 from plures.lab.training.distributed import resolve
+from plures.methods.batch_ensemble import BatchEnsemble
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
-from plures.native import library
+from plures.methods.packed_ensemble import PackedEnsemble
 
 MEMBERS = 5
-LONG_ENOUGH = 0.5  # seconds that each side of an engine's ratio is measured for: single passes differ by a third
+LONG_ENOUGH = 0.3  # seconds that each side of an engine's ratio is measured for: single passes differ by a third
 
 
 def precision_here() -> str:
@@ -53,14 +58,24 @@ def step_ratios(subject: Subject, batch: int, rounds: int) -> Iterator[Ratio]:
     targets = {"masked training": 1.05, "prune": 1.20, "finetuning": 1.05}
     # A stage is committed, untrained, when the next one is asked for.
     for (name, bar), stage in zip(targets.items(), OrthogonalDropout(network, MEMBERS).stages(), strict=False):
-        inputs, labels = images(batch)
+        inputs, labels = subject.batch(batch)
         skips_zeros = lay_out(stage, batch, inputs.device, mixed=precision in DTYPES)
         rival = f"{name} step / plain step"
         rivals[rival] = training_step(stage, inputs, labels, precision)
         if batch == 64:  # masks cost a small batch as much as a large one
             bars[rival] = 0.6 if skips_zeros else bar
-    plain = first_step(Deterministic(network), batch, precision)
+    plain = first_step(Deterministic(network), subject, batch, precision)
     yield from race(f"{subject.name}, batch {batch}, {precision}", plain, rivals, rounds, bars)
+
+
+def together_ratios(subject: Subject, batch: int, rounds: int, bar: float) -> Iterator[Ratio]:
+    """Compare a step that trains all members together with a step of the plain network."""
+    with threads(1 if len(subject.shape) == 1 else None):
+        together = first_step(OrthogonalDropout(subject.make(), MEMBERS, schedule="together"), subject, batch, "no")
+        plain = first_step(Deterministic(subject.make()), subject, batch, "no")
+        name = f"step of {MEMBERS} members together / plain step"
+        setting = f"{subject.name}, batch {batch}, float32, {threads_here()}"
+        yield from race(setting, plain, {name: together}, rounds, {name: bar})
 
 
 class TextbookTopK(nn.Module):
@@ -127,8 +142,8 @@ def data_ratios(rounds: int, steps: int = 20) -> Iterator[Ratio]:
 def bf16_ratios(subject: Subject, batch: int, rounds: int) -> Iterator[Ratio]:
     """Compare the plain network in bf16 with float32: training steps, and prediction of one image."""
     single, network = Deterministic(subject.make()), subject.make().eval()
-    steps = (first_step(single, batch, precision) for precision in ("float32", "bf16"))
-    passes = (prediction(network, images(1)[0], precision) for precision in ("float32", "bf16"))
+    steps = (first_step(single, subject, batch, precision) for precision in ("float32", "bf16"))
+    passes = (prediction(network, subject.batch(1)[0], precision) for precision in ("float32", "bf16"))
     for what, count, (float32, bf16) in (("training step", batch, steps), ("prediction", 1, passes)):
         name = f"plain {what} in bf16 / in float32"
         yield from race(f"{subject.name}, batch {count}", float32, {name: bf16}, rounds)
@@ -141,7 +156,7 @@ def prediction_ratios(subject: Subject, batch: int, rounds: int) -> Iterator[Rat
     """Compare the unfolded engine and the ensemble's own forward with five plain networks in a row."""
     ensemble = finished(subject.make(), MEMBERS)
     networks = [ensemble.checkout(member) for member in range(MEMBERS)]
-    inputs, _ = images(batch)
+    inputs, _ = subject.batch(batch)
     unfolded, own = (
         f"{name} / {MEMBERS} plain networks" for name in ("unfolded prediction", "the ensemble's own forward")
     )
@@ -152,38 +167,86 @@ def prediction_ratios(subject: Subject, batch: int, rounds: int) -> Iterator[Rat
 
 
 def owned_ratios(
-    subject: Subject, granularity: str, batch: int, rounds: int, bars: tuple[float, float], bf16: bool | None = None
+    subject: Subject,
+    granularity: str,
+    batch: int,
+    rounds: int,
+    bar: float,
+    *,
+    on_threads: int | None = None,
+    peers: Sequence[str] = (),
+    bf16: bool | None = None,
 ) -> Iterator[Ratio]:
-    """Compare five members in the owned engine with ONE plain network, in its faster memory format.
+    """Compare five members in the engine that `engine()` chooses with ONE plain network, in its faster memory format.
 
-    `bars` are the targets with AVX-512 and without. On processors with tiles for bf16 a second ratio is to the plain
-    network in bf16 (`bf16` overrides what the processor says); the engine itself computes in float32.
+    `peers`, see `peer`, are compared with the same network in the same rounds. On processors with tiles for bf16 there
+    is a ratio to the plain network in bf16, too (`bf16` overrides what the processor says); the engine computes in
+    float32.
     """
-    ensemble = finished(subject.make(), MEMBERS, granularity)
-    plain, engine = ensemble.checkout(0), ensemble.engine("owned")
-    last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    inputs, _ = images(batch)
-    reordered = inputs.contiguous(memory_format=torch.channels_last)
-    actions: list[Action] = [lambda: engine(inputs), lambda: plain(inputs), lambda: last(reordered)]
-    bf16 = precision_here() == "bf16" if bf16 is None else bf16
-    if bf16:
-        actions += [prediction(plain, inputs, "bf16"), prediction(last, reordered, "bf16")]
-    found = _rounds(actions, rounds)
-    name = f"owned prediction of {MEMBERS} members / one plain network"
-    setting = f"{subject.name}, batch {batch}, {granularity} granularity, float32, {instructions()}"
-    bar = bars[0] if library.load().instructions == "avx512" else bars[1]
-    yield Ratio.of(name, setting, [owned / min(first, second) for owned, first, second, *_ in found], bar)
-    if bf16:
-        yield Ratio.of(f"{name} in bf16", setting, [one[0] / min(one[3:]) for one in found])
+    with threads(on_threads):
+        ensemble = finished(subject.make(), MEMBERS, granularity)
+        plain, engine = ensemble.checkout(0), ensemble.engine()
+        last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+        inputs, _ = subject.batch(batch)
+        other = reordered(inputs)
+        actions: list[Action] = [lambda: engine(inputs), lambda: plain(inputs), lambda: last(other)]
+        actions += [peer(name, ensemble, subject, inputs) for name in peers]
+        bf16 = precision_here() == "bf16" if bf16 is None else bf16
+        if bf16:
+            actions += [prediction(plain, inputs, "bf16"), prediction(last, other, "bf16")]
+        for few in (2, 3):  # which are compared with the members
+            engine(inputs[:1].repeat(few, *[1] * (inputs.dim() - 1)))
+        found = _rounds(actions, rounds)
+        kind = engine.about.split(" ")[0].rstrip(",")
+        name = f"{kind} prediction of {MEMBERS} members / one plain network"
+        setting = f"{subject.name}, batch {batch}, {granularity} granularity, float32, {threads_here()}"
+        yield Ratio.of(name, setting, [ours / min(first, second) for ours, first, second, *_ in found], bar)
+        for place, one in enumerate(peers, 3):
+            yield Ratio.of(f"{one} / one plain network", setting, [times[place] / min(times[1:3]) for times in found])
+        if bf16:
+            yield Ratio.of(f"{name} in bf16", setting, [times[0] / min(times[-2:]) for times in found])
+
+
+FIVE_NETWORKS, UNFOLDED, COMPILED = "five plain networks", "unfolded engine", "torch.compile of the unfolded engine"
+ONNX, PACKED, BATCH = "onnxruntime, exported file", "PackedEnsemble (ours)", "BatchEnsemble (ours)"
+
+
+def peer(name: str, ensemble: OrthogonalDropout, subject: Subject, inputs: Tensor) -> Action:
+    """Return how another way to five members predicts."""
+    if name == FIVE_NETWORKS:
+        networks = [ensemble.checkout(member) for member in range(MEMBERS)]
+        return lambda: [network(inputs) for network in networks]
+    if name == ONNX:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "ensemble.onnx")
+            export(ensemble, path, inputs[:1])
+            session = onnxruntime.InferenceSession(path.read_bytes(), options)
+        given = {"inputs": inputs.numpy()}
+        return lambda: session.run(None, given)
+    if name in (PACKED, BATCH):
+        method: Any = PackedEnsemble if name == PACKED else BatchEnsemble
+        other = method(subject.make(), members=MEMBERS)
+        for _ in other.stages():
+            pass
+        return lambda: other(inputs)
+    engine = ensemble.engine("unfolded")
+    for few in (2, 3):
+        engine(inputs[:1].repeat(few, *[1] * (inputs.dim() - 1)))
+    run: Any = torch.compile(engine) if name == COMPILED else engine
+    return lambda: run(inputs)
 
 
 def growth_ratios(subject: Subject, batch: int, rounds: int) -> Iterator[Ratio]:
     """Compare ten members with five, both in the owned engine: the cost should not grow with their number."""
     few, many = (finished(subject.make(), members, "kernel").engine("owned") for members in (5, 10))
-    inputs, _ = images(batch)
+    inputs, _ = subject.batch(batch)
     samples = [ten / five for five, ten in _rounds([lambda: few(inputs), lambda: many(inputs)], rounds)]
-    setting = f"{subject.name}, batch {batch}, kernel granularity, float32, {instructions()}"
-    yield Ratio.of("owned prediction of 10 members / of 5", setting, samples, bar=1.25)
+    setting = f"{subject.name}, batch {batch}, kernel granularity, float32, {threads_here()}"
+    yield Ratio.of("owned prediction of 10 members / of 5", setting, samples, bar=1.15)
 
 
 def _rounds(actions: list[Action], rounds: int) -> list[tuple[float, ...]]:
@@ -191,9 +254,20 @@ def _rounds(actions: list[Action], rounds: int) -> list[tuple[float, ...]]:
         return list(zip(*timed(actions, rounds, clock=time.perf_counter, shortest=LONG_ENOUGH), strict=True))
 
 
-def instructions() -> str:
-    """Return what the kernels run on."""
-    return f"{library.load().instructions}, {torch.get_num_threads()} threads"
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Use so many threads; as many as before if None."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_here() -> str:
+    """Return how many threads are in use, in words."""
+    return "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
 
 
 # Methods
@@ -222,12 +296,12 @@ def method_costs(batch: int, rounds: int, subject: Subject = RESNET18) -> Iterat
     """
     precision, network = precision_here(), subject.make()
     single = Deterministic(network)
-    plain_step, plain_size = first_step(single, batch, precision), file_size(single)
-    inputs, _ = images(batch)
+    plain_step, plain_size = first_step(single, subject, batch, precision), file_size(single)
+    inputs, _ = subject.batch(batch)
     for word, name in METHOD_NAMES.items():
         method: Any = method_class(word)
         ensemble: Ensemble = method(network, **({"members": MEMBERS} if takes(method, "members") else {}))
-        (step,) = race(name, plain_step, {"": first_step(ensemble, batch, precision)}, rounds)
+        (step,) = race(name, plain_step, {"": first_step(ensemble, subject, batch, precision)}, rounds)
         for _ in ensemble.stages():
             pass
         plain, ours = (prediction(one.eval(), inputs, precision) for one in (network, ensemble))

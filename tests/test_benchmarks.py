@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import pages, size, speed
-from benchmarks.harness import CLASSES, Ratio, Subject, race
+from benchmarks.harness import CLASSES, LITE, PERCEPTRON, Ratio, Subject, race
 from plures.lab.costs import timed
 from plures.lab.method_names import kebab
 from plures.lab.models import resnet8
@@ -62,13 +62,25 @@ def test_every_part_measures_something_finite() -> None:
 @pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 def test_the_owned_engine_is_compared_with_one_plain_network(monkeypatch) -> None:
     monkeypatch.setattr(speed, "LONG_ENOUGH", 0.0)
-    owned, half = speed.owned_ratios(SMALL, "kernel", batch=2, rounds=1, bars=(1e9, 1e9), bf16=True)
+    peers = (speed.FIVE_NETWORKS, speed.UNFOLDED, speed.PACKED, speed.BATCH)
+    owned, *others, half = speed.owned_ratios(SMALL, "kernel", 2, 1, bar=1e9, on_threads=1, peers=peers, bf16=True)
     (growth,) = speed.growth_ratios(SMALL, batch=2, rounds=1)
-    assert all(0 < one.value < 1e9 for one in (owned, half, growth))
+    assert all(0 < one.value < 1e9 for one in (owned, *others, half, growth))
     assert owned.met
     assert owned.name == pages.FIVE
+    assert [one.name for one in others] == [f"{name} / one plain network" for name in peers]
     assert half.name == f"{pages.FIVE} in bf16"
-    assert library.load().instructions in owned.setting
+    assert owned.setting.endswith("1 thread")
+
+
+def test_training_together_is_compared_with_a_plain_step() -> None:
+    (ratio,) = speed.together_ratios(PERCEPTRON, batch=16, rounds=1, bar=1e9)
+    assert 0 < ratio.value < 1e9
+    assert ratio.setting.endswith("1 thread")
+
+
+def test_the_rebuilt_depthwise_network_has_its_published_size() -> None:
+    assert sum(one.numel() for one in LITE.make().parameters()) == pytest.approx(3.4e6, rel=0.02)
 
 
 def test_the_allocator_is_read_at_its_peak() -> None:
@@ -132,7 +144,7 @@ def test_each_part_is_announced_before_it_is_measured(monkeypatch, capsys, tmp_p
     monkeypatch.setattr("sys.argv", ["benchmarks", "--quick"])
     monkeypatch.chdir(tmp_path)
     benchmarks.main()
-    assert "| a / b | here | 1.020 |" in capsys.readouterr().out
+    assert "a / b (here): 1.02, 1 to 1.1; target 1.05" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,9 +154,19 @@ def test_results_are_written_for_people_and_machines(tmp_path) -> None:
     document = json.loads((tmp_path / "results.json").read_text())
     assert [one["met"] for one in document["ratios"]] == [True, False]
     text = (tmp_path / "results.md").read_text()
-    assert "| a / b | here | 1.020 | 1.000 to 1.100 | <= 1.05 met |" in text
+    assert "| a / b | here | 1.02 (1.00 to 1.10) | <= 1.05 met |" in text
     assert "**missed**" in text
     assert "| DeepEnsemble | 5 | 5.00 | 5.00 | 1.00 | 5.00 |" in text
+
+
+def test_results_of_other_instructions_are_kept_beside(tmp_path, monkeypatch) -> None:
+    for instructions, value in (("AVX2", 1.5), ("AVX512", 1.2), ("AVX2", 1.4)):
+        about = {"instructions": instructions, "processor": "P", "threads": 2, "torch": "2", "plures": "1"}
+        monkeypatch.setattr(benchmarks, "machine", lambda about=about: about)
+        benchmarks.write(tmp_path, [Ratio("a / b", "here", value, value, value)])
+    text = (tmp_path / "results.md").read_text()
+    assert "| measure | setting | AVX2 | AVX512 | target |" in text
+    assert "| a / b | here | 1.40 (1.40 to 1.40) | 1.20 (1.20 to 1.20) |" in text
 
 
 def test_readme_and_engines_say_what_the_benchmark_found() -> None:
@@ -155,7 +177,7 @@ def test_readme_and_engines_say_what_the_benchmark_found() -> None:
 
 
 def test_the_figures_of_the_owned_engine_are_put_between_the_marks() -> None:
-    setting = "ResNet18, batch {}, kernel granularity, float32, avx2, 2 threads"
+    setting = "ResNet18, batch {}, kernel granularity, float32, 2 threads"
     found = [
         Ratio(pages.FIVE, setting.format(batch), value, 1.2, 1.9, bar=1.5)
         for batch, value in ((1, 1.81), (16, 1.449), (128, 1.5))
@@ -165,7 +187,7 @@ def test_the_figures_of_the_owned_engine_are_put_between_the_marks() -> None:
         "ratios": [asdict(one) | {"met": one.met} for one in found],
     }
     readme = pages.included((ROOT / "README.md").read_text(), document)
-    assert "cost 1.4 to 1.8 networks**, not 5, to predict (avx2, 2 threads, batches of 1 to 128;" in readme
+    assert "cost 1.4 to 1.8 networks**, not 5, to predict (AVX2, 2 threads, batches of 1 to 128;" in readme
     engines = pages.included((ROOT / "docs/engines.md").read_text(), document)
     assert f"| {pages.FIVE} | {setting.format(1)} | 1.81 | 1.20 to 1.90 | <= 1.5 **missed** |" in engines
     assert pages.included(engines, document) == engines
