@@ -27,7 +27,6 @@ def test_likelihoods_equal_scipy(drawn):
     )
     density = stats.norm(means, stds).pdf(targets).mean(0)
     assert metrics.gaussian_nll(means, stds, targets) == pytest.approx(-np.log(density).mean())
-    assert metrics.rmse(means[0], targets) == pytest.approx(np.sqrt(((means[0] - targets) ** 2).mean()))
 
 
 @given(cases)
@@ -37,15 +36,9 @@ def test_a_gaussian_is_never_less_likely_than_its_members_on_average(drawn):
     assert metrics.gaussian_nll(means, stds, targets) <= np.mean(each) + 1e-12
 
 
-def test_intervals_are_counted_with_their_bounds():
-    lower, upper = np.array([0.0, 0.0, 0.0]), np.array([1.0, 2.0, 3.0])
-    assert metrics.interval_coverage(lower, upper, np.array([0.0, 2.0, 3.5])) == pytest.approx(2 / 3)
-
-
 def test_wrong_input_gets_one_sentence():
     two, three = torch.ones(2), torch.ones(3)
     for call, message in (
-        (lambda: metrics.rmse(two, three), "targets of shape (3,) must have the shape of mean, (2,)."),
         (
             lambda: metrics.gaussian_nll(two, 0 * two, two),
             "std has the entry 0: a likelihood needs standard deviations above 0.",
@@ -55,7 +48,7 @@ def test_wrong_input_gets_one_sentence():
             "targets of shape (3,) must have the shape of mean, (3, 2).",
         ),
         (
-            lambda: metrics.rmse(two * torch.nan, two),
+            lambda: metrics.gaussian_nll(two * torch.nan, two, two),
             "mean of shape (2,) contains NaN: check for a model that diverged or for broken inputs.",
         ),
     ):

@@ -290,16 +290,6 @@ def agreement(members: Array, targets: Array) -> float:
     return 1 - split / (samples * (size - 1) * mean * (1 - mean))
 
 
-def rmse(mean: Array, targets: Array) -> float:
-    """Return the root of the mean squared error, over all samples and outputs.
-
-    >>> round(rmse(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 1.0])), 4)
-    2.8284
-    """
-    found, true = _alike(mean=mean, targets=targets)
-    return float((found - true).square().mean().sqrt())
-
-
 def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
     """Return the negative log-likelihood of the targets under one normal distribution each, in nats.
 
@@ -320,16 +310,6 @@ def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
     normal = torch.distributions.Normal(found, spreads, validate_args=False)
     density = normal.log_prob(true)  # type: ignore[no-untyped-call]
     return float(-(density.logsumexp(dim=0) - math.log(len(found))).mean())
-
-
-def interval_coverage(lower: Array, upper: Array, targets: Array) -> float:
-    """Return the fraction of targets that lie in their interval, bounds included.
-
-    >>> interval_coverage(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0]), torch.tensor([1.0, 2.0]))
-    0.5
-    """
-    low, high, true = _alike(lower=lower, upper=upper, targets=targets)
-    return float(((low <= true) & (true <= high)).double().mean())
 
 
 def _alike(**arrays: Array) -> list[Tensor]:
