@@ -32,7 +32,7 @@ from plures.lab.costs import Action, file_size, timed
 from plures.lab.data import Augment, batches, open_data
 from plures.lab.method_names import METHOD_NAMES, method_class, takes
 from plures.lab.models import resnet8
-from plures.lab.training.distributed import resolve
+from plures.lab.training.loop import resolve
 from plures.methods.batch_ensemble import BatchEnsemble
 from plures.methods.deterministic import Deterministic
 from plures.methods.orthogonal_dropout.masks import TopK

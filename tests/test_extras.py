@@ -13,7 +13,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
 """
-LAB = ("tyro", "accelerate", "PIL", "pyarrow", "rich", "msgspec", "pydantic", "huggingface_hub", "jinja2")
+LAB = ("tyro", "PIL", "pyarrow", "rich", "msgspec", "pydantic", "huggingface_hub", "jinja2")
 
 
 def run(program: str, names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:

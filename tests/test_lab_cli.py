@@ -17,7 +17,6 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 from pyarrow import parquet
-from torch.distributed import run as launcher
 
 from plures import PluresError
 from plures.errors import visible
@@ -108,7 +107,7 @@ def test_the_help_of_train_shows_the_numbers_of_the_recipe(capsys: pytest.Captur
         assert end.value.code == 0
         return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
-    assert "--batch-size INT images per step, over all processes (default: 32)" in told("cub200-cpu")
+    assert "--batch-size INT images per step (default: 32)" in told("cub200-cpu")
     assert f"--members INT members of the ensemble (default: {get_recipe('digits').members})" in told()
     assert "--members INT members of the ensemble (default: 2)" in told("digits", "--method", "mimo")
     assert "--about" not in told()
@@ -474,11 +473,6 @@ def test_training_goes_on_where_messages_cannot_be_written(tmp_path: Path, monke
     monkeypatch.setattr(sys, "stderr", Full())
     assert main(["train", "digits", "--run", str(tmp_path / "run"), *SMALL]) == 0
     assert (tmp_path / "run" / "metrics.json").is_file()
-
-
-def test_torchrun_leaves_the_folder_to_us() -> None:
-    words = ["--nproc_per_node=2", "-m", "plures", "train", "--folder", "runs/first"]
-    assert launcher.parse_args(words).training_script_args == ["train", "--folder", "runs/first"]
 
 
 def test_an_unfinished_run_is_not_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -503,22 +503,11 @@ def test_epoch_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator_a
     assert sorted(labels.tolist()) == sorted(data.train.labels.tolist())
 
 
-def test_ranks_share_an_epoch_with_equal_steps():
-    data = open_data("digits", validation=0)  # 1347 is no multiple of 4
-    whole = [loaded(data.train, 32, seed=1, rank=rank, world=4) for rank in range(4)]
-    assert {len(labels) for _, labels in whole} == {337}
-    interleaved = torch.stack([images for images, _ in whole], dim=1).flatten(0, 1)[: len(data.train)]
-    alone, _ = loaded(data.train, 1347, seed=1)
-    assert torch.equal(interleaved, alone)
-
-
 def test_drop_last_drops_but_never_everything():
     data = open_data("digits", validation=0)
     assert [len(labels) for _, labels in batches(data.train, 1000, drop_last=True)] == [1000]
     with pytest.raises(PluresError, match="larger than"):
         batches(data.train, 2000, drop_last=True)
-    with pytest.raises(PluresError, match="rank"):
-        batches(data.train, 10, rank=2, world=2)
 
 
 # --- augmentation -----------------------------------------------------------------------------------------------------

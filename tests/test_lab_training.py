@@ -1,4 +1,4 @@
-"""The engine's promises: nothing is lost, the same bits come out, bad input gets a sentence, processes agree."""
+"""The engine's promises: nothing is lost, the same bits come out, bad input gets a sentence."""
 
 import dataclasses
 import errno
@@ -18,20 +18,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed import run as torchrun
 from torch.nn import functional as F
 
 import plures
-from forked import start, told_to
+from forked import start
 from plures import PluresError
 from plures.checkpoints import CHECKSUM, Position, pack, position_of, unpack
 from plures.lab.data import Data, DataInfo, DataSplit
 from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs import config as config_module
 from plures.lab.runs.folder import RunFolder
-from plures.lab.training.distributed import Processes, resolve
 from plures.lab.training.fit import fit
-from plures.lab.training.loop import RecipeLoop
+from plures.lab.training.loop import RecipeLoop, resolve
 
 CLASSES, SIZE = 3, 8
 RECIPE = Recipe(
@@ -562,7 +560,7 @@ def test_weights_that_are_no_number_are_never_saved(tmp_path):
 
 def test_half_precision_of_the_other_kind_needs_a_gpu():
     with pytest.raises(PluresError, match="fp16"):
-        Processes("fp16")
+        resolve("fp16", torch.device("cpu"))
 
 
 # --- what the recipe says is done
@@ -674,60 +672,3 @@ def test_auto_takes_bf16_on_processors_with_tiles_only(monkeypatch, tiles, chose
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     assert resolve("auto", torch.device("cpu")) == chosen
     assert resolve("bf16", torch.device("cpu")) == "bf16", "as asked for"
-
-
-# --- several processes
-
-TWO = """
-import os
-import sys
-from pathlib import Path
-
-import plures
-import test_lab_training as t
-from plures import files
-from plures.lab.cli.main import main
-from plures.lab.runs.folder import RunFolder
-from plures.lab.training.fit import fit
-
-folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-words = ["--width", "32", "--limit", "120", "--epochs.train", "1", "--folder", str(folder / "command")]
-assert main(["train", "digits", "--method", "deterministic", *words]) == 0
-if rank != "0":
-    files.write = RunFolder.append_record = RunFolder.clean = lambda *_: sys.exit("the second process writes")
-ensemble = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)
-plures.save(ensemble, folder / f"rank{rank}.safetensors")
-again = fit(t.orthogonal(), t.make_data(train=192), t.LONGER, folder / "run", quiet=True)
-assert again.trained == [0, 1]
-"""
-
-
-def launch(words, said):
-    """Do what torchrun does, and write all that is printed to a file."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with told_to(said) as file:
-        for stream in (1, 2):  # of the processes that it starts
-            os.dup2(file.fileno(), stream)
-        torchrun.main(words)
-
-
-LONGER = dataclasses.replace(RECIPE, epochs=Epochs(pretrain=3, prune=1, finetune=3))
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_would_and_end_quietly(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO)
-    launcher = start(launch, ["--standalone", "--nproc_per_node=2", str(script), str(tmp_path)], tmp_path / "said")
-    launcher.join()
-    said = (tmp_path / "said").read_text()
-    assert launcher.exitcode == 0, said
-    assert "Traceback" not in said
-    assert (tmp_path / "command/metrics.json").is_file()
-    ranks = [(tmp_path / f"rank{rank}.safetensors").read_bytes() for rank in range(2)]
-    assert ranks[0] == ranks[1] == RunFolder(tmp_path / "run").ensemble.read_bytes()
-    data = make_data(train=192)
-    two = accuracy(plures.load(tmp_path / "rank0.safetensors", make_network()), data)
-    one = accuracy(train(recipe=LONGER, data=data), data)
-    assert two == pytest.approx(one, abs=0.1)
-    assert one > 0.8

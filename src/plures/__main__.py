@@ -1,4 +1,4 @@
-"""`python -m plures` runs the command line; `accelerate launch -m plures train` needs it."""
+"""`python -m plures` runs the command line."""
 
 import sys
 

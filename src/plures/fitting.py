@@ -49,13 +49,9 @@ class StageLoop:
 
     `factor` is what the rates of the optimizer are multiplied with in a step, counted from 0, so there is nothing to
     restore; without a number of `steps` in an epoch, it is asked once an epoch. All random numbers of an epoch follow
-    from the seed, the epoch and the process: an epoch gives the same result whether or not those before it ran in the
-    same process.
+    from the seed and the epoch: an epoch gives the same result whether or not those before it ran in the same process.
     """
 
-    # With several processes, or in mixed precision, a loop has others.
-    rank: int = 0
-    world: int = 1
     clip: float | None = None
 
     def __init__(
@@ -69,12 +65,10 @@ class StageLoop:
         *,
         seed: int,
         device: torch.device,
-        model: nn.Module | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.stage, self.loader, self.steps, self.epochs = stage, loader, steps, epochs
         self.optimizer, self.factor, self.seed, self.device = optimizer, factor, seed, device
-        self.model = stage if model is None else model
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.best = Best(math.inf, 0, {})
@@ -90,20 +84,16 @@ class StageLoop:
         """Return the context in which the stage computes."""
         return nullcontext()
 
-    def total(self, value: Tensor) -> Tensor:
-        """Return the sum of the values of all processes."""
-        return value
-
     def epoch(self, number: int) -> dict[str, Any]:
         """Train for one epoch, counted from 1, and return its record."""
         started, begun = time.perf_counter(), time.process_time()
-        torch.manual_seed(seed_of(self.seed, "epoch", number, self.rank))
+        torch.manual_seed(seed_of(self.seed, "epoch", number, 0))
         total, index, samples = torch.zeros((), device=self.device), 0, 0
         self.loss.reset(self.device)
         for index, (inputs, targets) in enumerate(self.batches(number), start=1):
             self._set_rates(number, index)
             with self.autocast():
-                loss = self.model(inputs, targets).float()
+                loss = self.stage(inputs, targets).float()
             self.optimizer.zero_grad()
             self.scaler.scale(loss).backward()
             if self.clip is not None:
@@ -123,7 +113,7 @@ class StageLoop:
         self._refuse_nan(total, number)
         if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
             self._refuse_nan(torch.full_like(total, math.nan), number)
-        right, seen = self.total(torch.stack([self.loss.right, self.loss.seen])).tolist()
+        right, seen = self.loss.right.item(), self.loss.seen.item()
         seconds = time.perf_counter() - started
         return {
             "stage": self.stage.name,
@@ -131,11 +121,11 @@ class StageLoop:
             "member": self.stage.member,
             "epoch": number,
             "epochs": self.epochs,
-            "loss": self.total(total).item() / (index * self.world * self.stage.heads),
+            "loss": total.item() / (index * self.stage.heads),
             "train_accuracy": right / seen if seen else None,
             "validation_accuracy": None,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "images_per_second": round(samples * self.world / seconds, 1),
+            "images_per_second": round(samples / seconds, 1),
             "seconds": round(seconds, 3),
             # What the training costs, whatever else the machine does.
             "cost": time.process_time() - begun if self.device.type == "cpu" else seconds,
@@ -169,7 +159,7 @@ class StageLoop:
             group["lr"] = rate * factor
 
     def _refuse_nan(self, loss: Tensor, number: int) -> None:
-        if not math.isfinite(self.total(loss).item()):
+        if not math.isfinite(loss.item()):
             rate = self.optimizer.param_groups[0]["lr"]
             raise PluresError(
                 f"the loss became NaN or infinite in stage '{self.stage.name}', epoch {number}, at the learning rate "

@@ -88,7 +88,7 @@ class Recipe:
     together: bool | None = None  # train all members in one stage, as plures.split does; None: as the method does
     epochs: Epochs = field(default_factory=Epochs)  # by phase; a method uses the phases that it has
     least_steps: AtLeastOne | None = None  # of the longest stage: with few images there are more epochs
-    batch_size: Annotated[int, Meta(ge=1, le=1 << 24)] = 128  # images per step, over all processes
+    batch_size: Annotated[int, Meta(ge=1, le=1 << 24)] = 128  # images per step
     optimizer: Literal["sgd", "adamw"] = "sgd"  # the optimizer
     learning_rate: Positive = 0.1  # the highest rate of the schedule
     momentum: BelowOne = 0.9  # momentum of sgd

@@ -20,7 +20,6 @@ class Train(Command):
       plures train                      orthogonal dropout on digits, one minute
       plures train digits --method deep-ensemble --members 3
       plures train cifar10-cpu --data-dir data --set granularity=weight
-      accelerate launch --num_processes 2 -m plures train cifar10
 
     Your own images:
       plures train --data ./birds
@@ -56,8 +55,8 @@ class Train(Command):
     )
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = ()
     """An option of the method. For an unknown name, the error lists all options."""
-    run: Annotated[Path | None, arg(metavar="FOLDER", aliases=["--folder"], help_behavior_hint="")] = None
-    """The run folder; by default, runs/RECIPE-METHOD-seedN. With torchrun, use --folder: torchrun has its own --run."""
+    run: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """The run folder; by default, runs/RECIPE-METHOD-seedN."""
     data_dir: DataDir = None
     json: Switch = False
     """Print the metrics as JSON."""

@@ -162,8 +162,6 @@ def batches(
     augment: Augment | None = None,
     shuffle: bool = True,
     drop_last: bool = False,
-    rank: int = 0,
-    world: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield normalised images [batch, channels, size, size] in channels_last and int64 labels [batch].
@@ -171,21 +169,17 @@ def batches(
         for images, labels in batches(data.train, 128, seed=0, epoch=3, augment=Augment(crop=4, flip=True)): ...
         for images, labels in batches(data.test, 500, shuffle=False): ...  # the last, smaller batch is kept
 
-    Order and augmentation depend on seed, epoch, rank and world alone. Of `world` processes, each takes every world-th
-    sample, `batch_size` at a time. If `world` does not divide the number of samples, the order wraps around to its
-    start, so that all take equally many steps: to gather results from all ranks, interleave them and keep the first
-    `len(split)`. Without `augment`, images that are larger in the cache are cut to their middle.
+    Order and augmentation depend on seed and epoch alone. Without `augment`, images that are larger in the cache are
+    cut to their middle.
     """
-    count = steps(split, batch_size, drop_last=drop_last, world=world)
-    whole_number("rank", rank, least=0, most=world - 1)
+    count = steps(split, batch_size, drop_last=drop_last)
     order = permutation(len(split), "order", seed, epoch) if shuffle else np.arange(len(split), dtype=np.int64)
-    share = np.resize(order, -(-len(order) // world) * world)[rank::world]
-    share = share[: count * batch_size]
-    generator = torch.Generator().manual_seed(derived_seed("augmentation", seed, epoch, rank))
+    order = order[: count * batch_size]
+    generator = torch.Generator().manual_seed(derived_seed("augmentation", seed, epoch, 0))
 
     def generate() -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(share), batch_size):
-            chosen = share[start : start + batch_size]
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
             labels = torch.from_numpy(split.labels[chosen]).to(device)
             if augment is None:
                 yield split.info.normalise(torch.from_numpy(split.seen(chosen)).to(device)), labels
@@ -196,15 +190,14 @@ def batches(
     return generate()
 
 
-def steps(split: DataSplit, batch_size: int, *, drop_last: bool = False, world: int = 1) -> int:
-    """Return how many batches one process takes per epoch."""
+def steps(split: DataSplit, batch_size: int, *, drop_last: bool = False) -> int:
+    """Return how many batches an epoch has."""
     if not len(split):
         raise PluresError(f"{split.info.name} has no {split.name} images: give data with a {split.name} split")
     whole_number("batch_size", batch_size)
-    share = -(-len(split) // world)
-    count = share // batch_size if drop_last else -(-share // batch_size)
+    count = len(split) // batch_size if drop_last else -(-len(split) // batch_size)
     if not count:
         raise PluresError(
-            f"a batch of {batch_size} is larger than the {share} {split.name} images of a process: use a smaller one"
+            f"a batch of {batch_size} is larger than the {len(split)} {split.name} images: use a smaller one"
         )
     return count

@@ -21,7 +21,7 @@ from plures.lab.recipes import RECIPES, Recipe
 from plures.version import __version__
 
 FORMAT = 1
-PACKAGES = ("torch", "numpy", "safetensors", "accelerate")
+PACKAGES = ("torch", "numpy", "safetensors")
 # Options that 0.1 did not store, as its runs had them.
 ABSENT = {"OrthogonalDropout": {"schedule": "sequential", "background": "zero", "share": None}}
 DECIDING = ("format", "method", "recipe", "data", "network", "options")  # the rest is information

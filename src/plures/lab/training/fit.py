@@ -4,26 +4,22 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
 from plures.checkpoints import Position, damaged, pack, position_of, unpack
 from plures.ensemble import Ensemble
-from plures.errors import PluresError
 from plures.lab.data import Data, steps
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
-from plures.lab.training.distributed import Processes
-from plures.lab.training.loop import RecipeLoop
+from plures.lab.runs.open import device_for
+from plures.lab.training.loop import RecipeLoop, resolve
 from plures.progress import ProgressLine
 from plures.stage import Step, due
 from plures.storage import refill, save
-from plures.tensors import checksum
 
 log = logging.getLogger("plures")
 FEW = 4  # steps of an epoch: fewer are hardly worth its passes over the images
@@ -46,60 +42,46 @@ def fit(
 
     With a `run` folder, an interrupted run can be resumed: the same call continues after the last finished epoch and
     ends with the same bits. A finished run returns at once. The state in the folder replaces that of the ensemble,
-    which must have the same network, method and options. Several processes (`accelerate launch`, `torchrun`) divide
-    every batch, and one of them writes.
+    which must have the same network, method and options.
 
     - `quiet`: show no progress.
     - `made`: the words of the command line, for the configuration in the folder.
-    - `finish`: called by the main process after the last stage, before the file of the ensemble is written.
+    - `finish`: called after the last stage, before the file of the ensemble is written.
 
     A run resumes with the number of torch threads that it started with, because another number rounds differently.
     """
-    processes = Processes(recipe.precision)
-    processes.batch_size(recipe)
+    device = device_for()
     folder = None if run is None else RunFolder(run)
-    config = describe(ensemble, data, recipe, processes.precision, made)
+    config = describe(ensemble, data, recipe, resolve(recipe.precision, device), made)
     with ExitStack() as stack:
-        stack.enter_context(own_random_numbers(processes.device))
+        stack.enter_context(own_random_numbers(device))
         if folder is not None:
-
-            def begin() -> dict[str, Any]:
-                if not folder.finished:  # a finished run is read without a lock, and nothing is written
-                    stack.enter_context(folder.locked())
-                return folder.begin(config)
-
-            begun, here = processes.on_main(begin)["environment"].get("threads"), torch.get_num_threads()
+            if not folder.finished:  # a finished run is read without a lock, and nothing is written
+                stack.enter_context(folder.locked())
+            begun, here = folder.begin(config)["environment"].get("threads"), torch.get_num_threads()
             if isinstance(begun, int) and 0 < begun != here:  # on another number, sums are rounded differently
                 log.warning("the run started with %d threads and resumes with as many, instead of %d", begun, here)
                 torch.set_num_threads(begun)
                 stack.callback(torch.set_num_threads, here)
-            _restore(ensemble, folder, processes)
-        ensemble.to(processes.device)
-        if processes.world > 1:
-            held = ensemble.tensors() | ensemble._base(None)
-            start = "".join(checksum(tensor.cpu()) for tensor in held.values())
-            if len(set(gather_object([start]))) > 1:
-                raise PluresError(
-                    "the processes start from different ensembles: call torch.manual_seed with one number before "
-                    "making the network"
-                )
+            _restore(ensemble, folder)
+        ensemble.to(device)
         longer = recipe.epochs_for(len(data.train))
         epochs = {step.name: longer.of(step.phase) for step in ensemble.plan()}
-        display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet or not processes.main))
+        display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet))
         if recipe.least_steps is None:
             _warn_of_few_steps(data, recipe)
-        _Run(ensemble, data, recipe, folder, processes, display).train(finish)
+        _Run(ensemble, data, recipe, folder, device, display).train(finish)
     return ensemble
 
 
-def _restore(ensemble: Ensemble, folder: RunFolder, processes: Processes) -> None:
+def _restore(ensemble: Ensemble, folder: RunFolder) -> None:
     """Restore the ensemble from the run folder; write the first file into a new folder."""
-    name = processes.on_main(lambda: next((p.name for p in (folder.ensemble, folder.partial) if p.is_file()), None))
-    if name is None:
+    path = next((path for path in (folder.ensemble, folder.partial) if path.is_file()), None)
+    if path is None:
         # Even before the first epoch: the next process may draw another network.
-        processes.on_main(lambda: save(ensemble, folder.partial, base=True))
+        save(ensemble, folder.partial, base=True)
     else:
-        refill(ensemble, folder.path / name)
+        refill(ensemble, path)
 
 
 @dataclass(frozen=True)
@@ -110,11 +92,11 @@ class _Run:
     data: Data
     recipe: Recipe
     folder: RunFolder | None
-    processes: Processes
+    device: torch.device
     display: ProgressLine
 
     def train(self, finish: Callable[[], None]) -> None:
-        folder, on_main = self.folder, self.processes.on_main
+        folder = self.folder
         step = due(self.ensemble.plan())
         if step is None:
             self.display.say("the ensemble is finished: nothing is left to train")
@@ -123,12 +105,12 @@ class _Run:
             self._train_stage(step, saved)
             step, saved = due(self.ensemble.plan()), None
             if folder is not None and step is not None:
-                on_main(partial(save, self.ensemble, folder.partial, base=True))
+                save(self.ensemble, folder.partial, base=True)
         if folder is not None:
-            on_main(partial(self._finish, folder, finish))
+            self._finish(folder, finish)
 
     def _train_stage(self, step: Step, saved: tuple[bytes, Position] | None) -> None:
-        loop = RecipeLoop(self.ensemble, step, self.data, self.recipe, self.processes)
+        loop = RecipeLoop(self.ensemble, step, self.data, self.recipe, self.device)
         done = 0
         if saved is not None:
             state, position = saved
@@ -141,9 +123,8 @@ class _Run:
         for number in range(done + 1, loop.epochs + 1):
             record = loop.epoch(number)
             if self.folder is not None:
-                self.processes.on_main(partial(self._write_epoch, self.folder, loop, record))
+                self._write_epoch(self.folder, loop, record)
             self.display.epoch(record)
-        self.processes.take_from_main([*loop.stage.parameters(), *loop.stage.buffers()])
         loop.stage.commit()
 
     def _committed(self) -> list[str]:
@@ -151,12 +132,12 @@ class _Run:
 
     def _saved(self, folder: RunFolder, step: Step) -> tuple[bytes, Position] | None:
         """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
-        state, committed = self.processes.on_main(folder.read_state), self._committed()
+        state, committed = folder.read_state(), self._committed()
         saved = None if state is None else (state, position_of(state))
         if saved is not None and saved[1].committed != len(committed):  # of a stage that was committed since
             saved = None
         epochs = 0 if saved is None else saved[1].epoch
-        self.processes.on_main(lambda: folder.keep_records(committed, step.name, epochs))
+        folder.keep_records(committed, step.name, epochs)
         return saved
 
     def _write_epoch(self, folder: RunFolder, loop: RecipeLoop, record: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from torch import nn
 
 from plures import files
@@ -22,7 +21,6 @@ from plures.lab.recipes import Epochs, Recipe
 from plures.lab.runs.config import Made
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import data_for, device_for, ensemble_for, network_for, with_weights
-from plures.lab.training.distributed import Processes
 from plures.lab.training.fit import fit, own_random_numbers
 from plures.lab.training.loop import RecipeLoop
 from plures.methods.deterministic import Deterministic
@@ -46,7 +44,7 @@ def train(
         train(get_recipe("digits"), "deep-ensemble", Path("runs/digits"))["nll"]
 
     A run is measured once, after its last stage: one engine predicts the validation images, which calibrate the
-    ensemble, and the test images. Of several processes, only the first measures; the others return an empty dict.
+    ensemble, and the test images.
     """
     method_options(method_class(method), settings)  # complain before data is decoded
     data = data_for(recipe, data_dir)
@@ -64,8 +62,6 @@ def train(
         found.update(evaluate(ensemble, data, engines[0]))
 
     fit(ensemble, data, recipe, run=run, made=made, finish=measure)
-    if not PartialState().is_main_process:
-        return {}
     if folder.measured.is_file():
         return folder.metrics()
     if not engines:  # trained before, and not measured
@@ -77,11 +73,10 @@ def train(
     records = folder.records()
     found |= {"seconds": sum(record["seconds"] for record in records), "bytes": folder.ensemble.stat().st_size}
     costs = None
-    if PartialState().num_processes == 1:
-        with suppress(PluresError, OSError):  # one network may not train where an ensemble does; a disk may be full
-            plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_cost(network, data, recipe)
-            epochs = float(len(records)) if isinstance(ensemble, Deterministic) else epochs_of(records, plain)
-            costs = costs_of(ensemble, engines[0], network, data.info, epochs)
+    with suppress(PluresError, OSError):  # one network may not train where an ensemble does; a disk may be full
+        plain = 1.0 if isinstance(ensemble, Deterministic) else _plain_cost(network, data, recipe)
+        epochs = float(len(records)) if isinstance(ensemble, Deterministic) else epochs_of(records, plain)
+        costs = costs_of(ensemble, engines[0], network, data.info, epochs)
     with _warning_instead(), folder.locked(wait=True):  # two processes may have come to the end of the same run
         if costs is not None:
             files.write_json(folder.path / "costs.json", asdict(costs))
@@ -101,9 +96,8 @@ def _warning_instead() -> Iterator[None]:
 def _plain_cost(network: nn.Module, data: Data, recipe: Recipe) -> float:
     """Return what an epoch of the plain network costs: the cheapest of three."""
     single, longer = Deterministic(network), replace(recipe, epochs=Epochs(train=3))
-    processes = Processes(recipe.precision)
-    with own_random_numbers(processes.device):
-        loop = RecipeLoop(single.to(processes.device), single.plan()[0], data, longer, processes)
+    with own_random_numbers(device_for()):
+        loop = RecipeLoop(single.to(device_for()), single.plan()[0], data, longer, device_for())
         return min(float(loop.epoch(number)["cost"]) for number in (1, 2, 3))
 
 
