@@ -233,7 +233,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(saved, tmp_path, monkey
     def no_room(*_args, **_more) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plures.storage.save_file", no_room)
+    monkeypatch.setattr("plures.ensemble.save_file", no_room)
     with pytest.raises(PluresError, match="No space left on device; an existing file is unchanged"):
         plures.save(ensemble, path)
     assert path.read_bytes() == before

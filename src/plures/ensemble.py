@@ -1,6 +1,8 @@
 """Ensemble: what every method implements, and what a file holds of it."""
 
 import inspect
+import json
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +11,23 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plures import calibration, losses
 from plures.errors import PluresError
+from plures.files import replacing, sealed
 from plures.fitting import Trainable
 from plures.losses import Loss
 from plures.prediction import Predictor
-from plures.tensors import aliases, check_network, overwrite, own_tensors, shell, tensors
+from plures.tensors import aliases, check_network, checksum, overwrite, own_tensors, shell, tensors
+from plures.version import __version__
+
+FORMAT = 1  # of files
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+log = logging.getLogger("plures")
 
 
 @dataclass(frozen=True)
@@ -114,9 +125,40 @@ class Ensemble(Trainable, ABC):
 
         ensemble.save("birds.safetensors")
         """
-        from plures.storage import save  # which imports this module
-
-        save(self, path, dtype=dtype, base=base)
+        if dtype not in DTYPES:
+            raise PluresError(f"dtype={dtype}; weights are stored as float32, bfloat16 or float16")
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise PluresError(f"cannot save to {path}: there is no folder {path.parent}")
+        opened = None if self._opened is None else self._opened()
+        if opened is not None and not opened.committed and opened.touched:
+            log.warning(
+                "stage '%s' is not committed, so %s does not have it: call stage.commit() first", opened.name, path
+            )
+        held = self.tensors(dtype) | (self._base(dtype) if base else {}) | calibration.to_tensors(self.calibration)
+        stored = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
+        document = json.dumps(
+            {
+                "format": FORMAT,
+                "library": __version__,
+                "method": type(self).__name__,
+                "options": self.options(),
+                "state": self._state(),
+                "shapes": self.given.shapes,
+                "tied": self.given.tied,
+                "own_loss": self.loss is not F.cross_entropy,
+                "loss": losses.as_json(self.loss),
+                "calibration": self.calibration and self.calibration.kind,
+                "checksums": {name: checksum(tensor) for name, tensor in stored.items()},
+            },
+            separators=(",", ":"),
+        )
+        # One entry: the order of several is not defined, and equal ensembles must give equal bytes.
+        with replacing(path) as beside:
+            try:
+                save_file(stored, beside, metadata={"plures": sealed(document)})
+            except SafetensorError as error:  # its way to say that the disk is full
+                raise OSError(str(error)) from error
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file.

@@ -9,15 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plures import calibration, losses
 from plures.checks import whole_number
-from plures.ensemble import Ensemble, Stored
+from plures.ensemble import FORMAT, Ensemble, Stored
 from plures.errors import PluresError
-from plures.files import is_file, replacing, sealed, unsealed
+from plures.files import is_file, unsealed
 from plures.losses import Loss
 from plures.methods import METHODS
 from plures.tensors import aliases, check_network, checksum, tensors
@@ -25,7 +24,6 @@ from plures.version import __version__
 
 log = logging.getLogger("plures")
 
-FORMAT = 1
 # What the header tells of an ensemble, and the types that JSON has for it.
 PARTS: dict[str, type] = {
     "method": str,
@@ -38,7 +36,6 @@ PARTS: dict[str, type] = {
 }
 # A file may be so many times smaller than its network (half precision, narrow members) before it is suspicious.
 MOST_SMALLER, SMALL = 64, 1 << 26
-DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = None, base: bool = False) -> None:
@@ -56,40 +53,7 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     """
     if not isinstance(ensemble, Ensemble):
         raise PluresError(f"save takes an ensemble, not a {type(ensemble).__name__}: an engine is made from one again")
-    if dtype not in DTYPES:
-        raise PluresError(f"dtype={dtype}; weights are stored as float32, bfloat16 or float16")
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise PluresError(f"cannot save to {path}: there is no folder {path.parent}")
-    opened = None if ensemble._opened is None else ensemble._opened()
-    if opened is not None and not opened.committed and opened.touched:
-        log.warning("stage '%s' is not committed, so %s does not have it: call stage.commit() first", opened.name, path)
-    held = (
-        ensemble.tensors(dtype) | (ensemble._base(dtype) if base else {}) | calibration.to_tensors(ensemble.calibration)
-    )
-    stored = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
-    document = json.dumps(
-        {
-            "format": FORMAT,
-            "library": __version__,
-            "method": type(ensemble).__name__,
-            "options": ensemble.options(),
-            "state": ensemble._state(),
-            "shapes": ensemble.given.shapes,
-            "tied": ensemble.given.tied,
-            "own_loss": ensemble.loss is not F.cross_entropy,
-            "loss": losses.as_json(ensemble.loss),
-            "calibration": ensemble.calibration and ensemble.calibration.kind,
-            "checksums": {name: checksum(tensor) for name, tensor in stored.items()},
-        },
-        separators=(",", ":"),
-    )
-    # One entry: the order of several is not defined, and equal ensembles must give equal bytes.
-    with replacing(path) as beside:
-        try:
-            save_file(stored, beside, metadata={"plures": sealed(document)})
-        except SafetensorError as error:  # its way to say that the disk is full
-            raise OSError(str(error)) from error
+    ensemble.save(path, dtype=dtype, base=base)
 
 
 def load(
