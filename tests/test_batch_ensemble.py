@@ -238,6 +238,19 @@ class SequenceFirst(nn.Module):
 
 
 @pytest.mark.parametrize(
+    ("network", "inputs", "sentence"),
+    [
+        (SequenceFirst(), images(), "first axis must be the batch"),
+        (nn.Sequential(nn.Linear(5, 4), nn.Flatten(0)), torch.ones(3, 5), "one row of logits for each"),
+    ],
+)
+def test_a_network_whose_first_axis_is_not_the_batch_is_refused_with_the_first_one(network, inputs, sentence):
+    stage = open_stage(plures.BatchEnsemble(network, members=2))
+    with pytest.raises(plures.PluresError, match=sentence):
+        stage.logits(inputs)
+
+
+@pytest.mark.parametrize(
     ("make", "options", "sentence"),
     [
         (networks.mlp, {"members": 0}, "members=0"),
@@ -248,8 +261,6 @@ class SequenceFirst(nn.Module):
         (networks.mlp, {"private_norm": True}, "no batch norm"),
         (nn.ReLU, {}, "no Linear or convolution"),
         (lambda: 3, {}, "must be an nn.Module, not int"),
-        (SequenceFirst, {}, "first axis must be the batch"),
-        (lambda: nn.Sequential(nn.Linear(5, 4), nn.Flatten(0)), {}, "one row of logits for each"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(make, options, sentence):

@@ -72,9 +72,7 @@ class BatchEnsemble(ManyInOne):
             layer.register_forward_hook(own.after)
         if private_norm:
             built = _with_private_norm(built, members)
-        tiled = Tiled(built, members, rows)
-        building.rehearse(network, tiled, members, f"BatchEnsemble cannot run {type(network).__name__}")
-        super().__init__(network, loss, tiled)
+        super().__init__(network, loss, Tiled(built, members, rows))
         self.members, self.factors, self.private_norm = members, factors, bool(private_norm)
         self.init, self.seed = init, seed
 

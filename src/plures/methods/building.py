@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -289,36 +289,3 @@ def widths(layer: Layer) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.in_channels, layer.out_channels
-
-
-@torch.no_grad()
-def rehearse(network: nn.Module, tiled: nn.Module, members: int, explain: str) -> None:
-    """Try a rewritten network without computing anything, and refuse now what would fail in training.
-
-    The input's shape is guessed from the layers. Where no guess suits the given network itself, nothing is learned, and
-    a misfit shows with the first batch.
-    """
-    plain, tiled = (shell(one).to("meta").eval() for one in (network, tiled))  # there, only shapes are computed
-    for shape in dict.fromkeys(likely_inputs(network)):
-        x = torch.zeros(3, *shape, device="meta", dtype=next(iter(layers_of(network).values())).weight.dtype)
-        try:
-            expected = logits_of(plain(x)).shape
-        except Exception:  # the guess was wrong, or the network cannot run without numbers
-            continue
-        try:
-            given = tiled(x).shape
-        except Exception as error:
-            raise PluresError(f"{explain}: {error}") from error
-        if given != (members, *expected):
-            raise PluresError(f"{explain}: the members gave {list(given)} instead of {[members, *expected]}")
-        return
-
-
-def likely_inputs(network: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Guess shapes of one sample that a network may take."""
-    for layer in layers(network).values():
-        if isinstance(layer, nn.Linear):
-            yield (layer.in_features,)
-        else:
-            for size in (64, 32, 28, 224, 16, 8):
-                yield (layer.in_channels, *[size] * len(layer.kernel_size))

@@ -61,7 +61,6 @@ class Masksembles(ManyInOne):
             layer.register_forward_pre_hook(own.before)
         grouped = Grouped(built, members, rows)
         grouped.every_mask = bool(every_mask)
-        building.rehearse(network, grouped, members, f"Masksembles cannot run {type(network).__name__}")
         super().__init__(network, loss, grouped)
         self.members, self.scale, self.layers = members, scale, names
         self.every_mask, self.init, self.seed = bool(every_mask), init, seed

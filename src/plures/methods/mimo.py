@@ -54,10 +54,8 @@ class MIMO(ManyInOne):
             raise PluresError(f"input_repetition={input_repetition!r}; use a share from 0 to 1")
         first, last = _ends(network, first, last)
         axis = 1 if loss is None else class_axis(loss)
-        slots = _Slots(_widened(network, members, first, last, init, seed), members, first, axis)
-        explain = f"MIMO cannot widen {first!r} and {last!r} of {type(network).__name__}"
-        building.rehearse(network, slots, members, explain)
-        super().__init__(network, loss, slots)
+        widened = _widened(network, members, first, last, init, seed)
+        super().__init__(network, loss, _Slots(widened, members, first, last, axis))
         self.members, self.first, self.last, self.init, self.seed = members, first, last, init, seed
         self.batch_repetition, self.input_repetition = batch_repetition, input_repetition
 
@@ -68,12 +66,13 @@ class MIMO(ManyInOne):
 class _Slots(nn.Module):
     """Run a widened network: one batch for each slot in, [members, batch, ...] out, with the classes on `axis`."""
 
-    def __init__(self, network: nn.Module, members: int, first: str, axis: int) -> None:
+    def __init__(self, network: nn.Module, members: int, first: str, last: str, axis: int) -> None:
         super().__init__()
         self.network = network
-        self.members = members
+        self.members, self.last = members, last
         self.axis = axis  # of the network's output, without the axis of members
         self.linear = isinstance(network.get_submodule(first), nn.Linear)
+        self.outputs = building.widths(cast(Layer, network.get_submodule(last)))[1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         images, name = _one_tensor(Arguments(args, kwargs))
@@ -89,11 +88,11 @@ class _Slots(nn.Module):
                 f"the network made logits of shape {list(logits.shape)} from a batch of {len(slots[0])} samples; MIMO "
                 "needs [batch, classes], or [batch, classes, ...] for pixels and tokens"
             )
-        axis = min(self.axis, logits.dim() - 1) % logits.dim()  # a rehearsal may have fewer axes
-        if axis == 0 or logits.shape[axis] % self.members:
+        axis = self.axis % logits.dim()
+        if axis == 0 or logits.shape[axis] != self.outputs:
             raise PluresError(
-                f"the network made logits of shape {list(logits.shape)}, whose axis {axis} cannot be divided among "
-                f"{self.members} members: name another layer with last=, or the axis with CrossEntropy(class_axis=...)"
+                f"the network made logits of shape {list(logits.shape)}, whose axis {axis} is not the {self.outputs} "
+                f"outputs of {self.last!r}: name another layer with last=, or the axis with CrossEntropy(class_axis=)"
             )
         return torch.unflatten(logits, axis, (self.members, -1)).movedim(axis, 0)
 

@@ -42,7 +42,7 @@ class PackedEnsemble(ManyInOne):
 
     Weights always start from new random values, at the scale of the given network. The network may consist of Linear,
     Conv1d to Conv3d, their transposes, batch, instance, group and layer norm, and modules without parameters; others
-    are refused.
+    are refused. Its code must not contain the widths of its layers, as in `x.view(-1, 512)`.
     """
 
     def __init__(
@@ -60,16 +60,9 @@ class PackedEnsemble(ManyInOne):
     ) -> None:
         one_of("reduction", reduction, get_args(Reduction))
         packing = Packing(network, members, alpha, gamma, first, last, seed)
-        first, last = packing.first, packing.last
-        tiled = Tiled(packing.pack(network), members, packing.rows, interleave=True)
-        explain = (
-            f"PackedEnsemble cannot run {type(network).__name__} with a fraction of its width (if {first!r} does not "
-            f"take the input or {last!r} does not give the logits, name the layers that do with first= and last=)"
-        )
-        building.rehearse(network, tiled, members, explain)
-        super().__init__(network, loss, tiled)
+        super().__init__(network, loss, Tiled(packing.pack(network), members, packing.rows, interleave=True))
         self.members, self.alpha, self.gamma, self.seed = members, packing.alpha, gamma, seed
-        self.first, self.last, self.reduction = first, last, reduction
+        self.first, self.last, self.reduction = packing.first, packing.last, reduction
 
 
 class Fold:

@@ -11,7 +11,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.errors import PluresError
 from plures.graph import Graph, graph_of
-from plures.methods.building import likely_inputs
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution, Parts
 from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
@@ -20,7 +19,7 @@ from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native.library import why_unavailable
-from plures.tensors import own_tensors
+from plures.tensors import layers, own_tensors
 
 log = logging.getLogger("plures")
 
@@ -125,9 +124,19 @@ def _cost(layer: nn.Module | None, owners: Tensor | None, weight: Tensor, parts:
 
 def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
     """Return the shapes for one sample of a size that the network takes; none, if that cannot be found out."""
-    for size in dict.fromkeys(likely_inputs(graph.network)):
+    for size in dict.fromkeys(_likely_inputs(graph.network)):
         try:
             return graph.shapes(torch.empty(1, *size, device="meta"))
         except Exception:  # the network does not take this size, or needs other inputs
             continue
     return {}
+
+
+def _likely_inputs(network: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Guess shapes of one sample that a network may take."""
+    for layer in layers(network).values():
+        if isinstance(layer, nn.Linear):
+            yield (layer.in_features,)
+        else:
+            for size in (64, 32, 28, 224, 16, 8):
+                yield (layer.in_channels, *[size] * len(layer.kernel_size))
