@@ -2,6 +2,7 @@
 
     make load-test
     python benchmarks/load_test.py --seconds 20 --clients 32 --bad 10000
+    python benchmarks/load_test.py --soak 30 --width 16      half an hour of mixed requests, some per second
 
 An untrained ResNet18 of five members at 32 x 32 pixels answers, in a process of its own. Throughput is measured in turn
 with `engine.predict` on the same images in batches, in that process, so that a busy machine slows both.
@@ -248,6 +249,63 @@ def insult(clients: list[Client], good: list[Request], bad: int, process: psutil
     return growth
 
 
+def soak(port: int, good: list[Request], minutes: float, process: psutil.Process) -> bool:
+    """Mix good, bad, slow and aborted requests and reloads of the pages for minutes; return whether nothing was lost.
+
+    Some per second, so that it can run beside other work: what leaks is seen by its growth, not by its speed.
+    """
+    strangers = [request(*one) for one in bad_requests(png(images()[0]))]
+    pages = [
+        f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode() for path in ("/", "/health", "/metrics", "/openapi.json")
+    ]
+    random.seed(0)
+    client = Client(port)
+    sent = dict.fromkeys(("good", "bad", "slow", "aborted", "reload"), 0)
+    rows: list[tuple[float, float, int]] = []
+    errors: list[str] = []
+    until = time.monotonic() + 60 * minutes
+    while time.monotonic() < until:
+        ends = min(time.monotonic() + 60, until)
+        while time.monotonic() < ends:
+            kind = random.choices(list(sent), (10, 3, 1, 2, 2))[0]
+            sent[kind] += 1
+            if kind in ("good", "bad"):
+                client.send(random.choice(good if kind == "good" else strangers))
+            elif kind == "reload":
+                client.send(Request("page", random.choice(pages), {200}))
+            else:  # it hangs up in the middle; a slow one first lets a second pass between two halves
+                asked = random.choice(good).sent
+                with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
+                    connection.sendall(asked[: len(asked) // 2])
+                    if kind == "slow":
+                        time.sleep(1)
+                        connection.sendall(asked[len(asked) // 2 :])
+                        connection.recv(1 << 16)
+            time.sleep(0.05)
+        errors += [f"{one.name}: {answer[:200]!r}" for one, answer in client.answers if failed(one, answer)]
+        client.answers.clear()
+        client.leave()
+        time.sleep(2)  # until the server has closed what was hung up
+        ordered = sorted(client.seconds)
+        client.seconds.clear()
+        p99 = ordered[int(len(ordered) * 0.99)] if ordered else 0.0
+        rows.append((1000 * p99, process.memory_info().rss / 2**20, process.num_fds()))
+        print(
+            f"minute {len(rows)}: p99 {rows[-1][0]:.0f} ms, {rows[-1][1]:.0f} MB, {rows[-1][2]} descriptors", flush=True
+        )
+    early, later = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    halves = [[statistics.median(row[place] for row in half) for half in (early or rows, later)] for place in range(3)]
+    print(f"{sum(sent.values())} requests: {sent}; errors: {len(errors)} {errors[:3]}")
+    print(f"medians of both halves: p99 {halves[0]} ms, memory {halves[1]} MB, descriptors {halves[2]}")
+    (_, memory, descriptors) = halves
+    return not errors and memory[1] <= memory[0] * (1 + GROWTH) and descriptors[1] <= descriptors[0] + 1
+
+
+def failed(asked: Request, answer: bytes) -> bool:
+    """Return whether an answer is wrong; of a page, only the status counts."""
+    return wrong(asked, answer) if asked.name != "page" else not answer.startswith(b"HTTP/1.1 200")
+
+
 def main() -> int:
     """Measure, print, and say by the exit code whether the bars are met."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -256,6 +314,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--bad", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=64, help="of the ResNet18")
+    parser.add_argument("--soak", type=float, help="only mixed requests, for so many minutes")
     options = parser.parse_args()
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -264,6 +323,11 @@ def main() -> int:
     port, votes = ours.recv()
     forms = [form([("a.png", png(pixels))]) for pixels in images()]
     good = [request(f"image {n}", *form, {200}, votes[n]) for n, form in enumerate(forms)]
+    if options.soak is not None:
+        held = soak(port, good, options.soak, psutil.Process(process.pid))
+        ours.send(None)
+        process.join(60)
+        return 0 if held and process.exitcode == 0 else 1
     clients = [Client(port) for _ in range(options.clients)]
 
     ratios = measure(clients, good, options.seconds, options.rounds, ours)
