@@ -3,11 +3,17 @@ VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --quiet
+# With HASHES=1, as in continuous integration, every file but torch's must be one of those listed with its hash.
+INSTALL = $(if $(HASHES),\
+    $(PIP) $(shell grep '^torch==' constraints.txt) \
+        && $(PIP) --no-deps --require-hashes -r release/requirements.txt && $(PIP) --no-deps --no-build-isolation --editable .,\
+    $(PIP) --constraint constraints.txt --editable '.[lab,export,serve,sklearn,docs,dev]')
 # One thread per test process: two processes are faster than two threads on small tensors. The tests of a file run in one
 # of them, because they share fixtures that take seconds. The many small files with doctests come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits smoke dist dist-check memcheck-aarch64 clean
+.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits smoke versions supply dist dist-check memcheck-aarch64 clean
 
 demo: $(READY)  ## train on embedded data and print the table
 	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
@@ -67,6 +73,15 @@ digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/python docs/make/paper_figures.py figure2 --scale digits --seeds 3
 	$(BIN)/python docs/make/tables.py
 
+versions: $(READY)  ## other versions of Python, torch and dependencies, into docs/versions.md: gigabytes, and half an hour
+	$(BIN)/python -m pip install --quiet uv==0.13.8
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python release/versions.py --all
+
+supply: $(READY)  ## hashes of all packages, their licences, and a bill of materials (build/sbom.json); needs the package index
+	$(PYTHON) -m venv build/supply-venv
+	build/supply-venv/bin/python -m pip install --quiet uv==0.13.8 cyclonedx-bom==7.5.0
+	$(BIN)/python release/supply.py
+
 smoke: $(READY)  ## every table and figure of the paper from 64 digits and one epoch: does all of it still work? Minutes
 	$(BIN)/plures reproduce all --scale smoke --runs build/smoke/runs --out build/smoke
 	$(BIN)/python docs/make/paper_figures.py all --scale smoke --runs build/smoke/runs --out build/smoke
@@ -110,5 +125,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plures needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@echo "installing into $(VENV), once: some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,export,serve,sklearn,docs,dev]'
+	$(INSTALL)
 	touch $(READY)
