@@ -150,7 +150,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-check.json")
     parser.add_argument("--only", choices=list(PARTS), nargs="+", default=list(PARTS), help="some parts")
     chosen = parser.parse_args(words)
-    device = torch.device(chosen.device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(chosen.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     missing = "" if device.type != "cpu" else f"torch {torch.__version__} finds no accelerator on this computer"
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     found: dict[str, Any] = {"machine": machine() | {"device": str(device), "gpu": gpu, "cuda": torch.version.cuda}}

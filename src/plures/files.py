@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
         usual = beside.stat().st_mode
         yield beside
         beside.chmod(usual)  # as readable as the user's other files
-        with beside.open("rb") as written:
+        with beside.open("r+b") as written:  # Windows flushes no file that was opened to read
             os.fsync(written.fileno())
         beside.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

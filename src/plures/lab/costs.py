@@ -141,7 +141,7 @@ def file_size(ensemble: Ensemble) -> int:
 def machine() -> dict[str, str | int]:
     """Return the processor and the versions that measure."""
     about = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.*)$", about.read_text() if about.exists() else "", re.MULTILINE)
+    model = re.search(r"^model name\s*: (.*)$", about.read_text("utf-8") if about.exists() else "", re.MULTILINE)
     return {
         "plures": __version__,
         "torch": torch.__version__,

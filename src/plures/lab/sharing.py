@@ -59,7 +59,7 @@ def push_to_hub(
             for name in kept:
                 shutil.copyfile(run.path / name, folder / name)
             metrics = RunFolder(run.path).metrics() if METRICS in kept else None
-        (folder / "README.md").write_text(_card(ensemble, target, metrics, run))
+        (folder / "README.md").write_text(_card(ensemble, target, metrics, run), "utf-8")
         if _is_folder(target):
             for file in sorted(folder.iterdir()):
                 files.write(Path(target) / file.name, file.read_bytes())

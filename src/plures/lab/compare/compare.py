@@ -38,6 +38,7 @@ SHOWN = 12  # runs that the list of those in progress has room for
 OUTPUT = "output.txt"  # what the process of a run printed, in its run folder
 # One thread per run, so that the result does not depend on how many are trained at a time; output as plain lines.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FORCE_COLOR": ""}
+ENVIRONMENT |= {"PYTHONIOENCODING": "utf-8"}
 
 
 class Child(subprocess.Popen[bytes]):
@@ -63,10 +64,10 @@ class Child(subprocess.Popen[bytes]):
             )
 
     def end(self) -> None:
-        """End the whole group, and wait until it has ended."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        """End the whole group, and wait until it has ended; on Windows, which has no groups, the process alone."""
+        for name, end in (("SIGTERM", self.terminate), ("SIGKILL", self.kill)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+                os.killpg(self.pid, getattr(signal, name)) if hasattr(os, "killpg") else end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait(GRACE)
                 return
@@ -188,7 +189,7 @@ def _train(jobs: Sequence[Job], at_once: int, data_dir: Path | None) -> dict[Pat
     failures: dict[Path, str] = {}
     waiting = list(reversed(jobs))
     running: dict[int, tuple[Job, Child]] = {}
-    signals = (signal.SIGTERM, signal.SIGHUP)
+    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals]
     console = Console(stderr=True, highlight=False)
 
@@ -249,7 +250,7 @@ def is_done(job: Job) -> bool:
 def _last_line(job: Job) -> str:
     """Return the last line that a run has printed; empty if there is none."""
     with contextlib.suppress(OSError):
-        lines = (job.run / OUTPUT).read_text(errors="replace").splitlines()
+        lines = (job.run / OUTPUT).read_text("utf-8", errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
     return ""
 

@@ -101,8 +101,8 @@ def ensemble_for(
 
 
 def device_for() -> torch.device:
-    """Return the device to compute on: the accelerator if there is one."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    """Return the device to compute on: the accelerator if there is one, and not only a torch that was built for it."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @dataclass(frozen=True)
