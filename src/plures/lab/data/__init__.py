@@ -21,7 +21,7 @@ from plures.errors import PluresError
 from plures.files import digest
 from plures.lab.data.cache import cache_folder, decoded_images
 from plures.lab.data.images import read_image
-from plures.lab.data.sources import expanded, find_source
+from plures.lab.data.sources import expanded, find_data
 from plures.lab.data.split import (
     MOST_PIXELS_PER_SIDE,
     Augment,
@@ -107,9 +107,10 @@ def open_data(
             raise PluresError(f"cache_size={cache_size} needs a size: the pixels per side of the network's input")
         whole_number("cache_size", cache_size, least=size, most=MOST_PIXELS_PER_SIDE)
     folder = data_dir or os.environ.get("PLURES_DATA")
-    source = find_source(name, expanded(folder) if folder else None)
+    contents = find_data(name, expanded(folder) if folder else None)
     stored_size, channels = (like.cache_size, like.channels) if like else (cache_size or size, None)
-    content, classes, splits, pixels, labels = decoded_images(source, cache_folder(cache_dir), stored_size, channels)
+    found = decoded_images(name, contents, cache_folder(cache_dir), stored_size, channels)
+    content, classes, splits, pixels, labels = found
     stored, channels = pixels.shape[-2:]
     first, _ = splits.get("train", (0, 0))
     train, test, own = (np.arange(*splits.get(split, (0, 0))) for split in ("train", "test", "validation"))

@@ -18,8 +18,8 @@ from rich.progress import track
 
 from plures.errors import PluresError
 from plures.files import digest, replacing
-from plures.lab.data.images import GREY_MODES, Images, decode, open_image, to_pixels, to_square
-from plures.lab.data.sources import Source, expanded
+from plures.lab.data.images import GREY_MODES, Contents, Images, decode, open_image, to_pixels, to_square
+from plures.lab.data.sources import expanded
 from plures.lab.data.split import MOST_PIXELS_PER_SIDE
 
 log = logging.getLogger("plures")
@@ -44,12 +44,12 @@ def cache_folder(given: str | Path | None = None) -> Path:
     return expanded(chosen) if chosen else platformdirs.user_cache_path("plures", appauthor=False)
 
 
-def decoded_images(source: Source, cache: Path, given: int | None, channels: int | None) -> Decoded:
-    """Read a source, and decode its images to the size that is given if they are not in the cache.
+def decoded_images(name: str, contents: Contents, cache: Path, given: int | None, channels: int | None) -> Decoded:
+    """Read a data set, and decode its images to the size that is given if they are not in the cache.
 
     Without a size, all images must have the same one. If `channels` is None, images are grey if all of them are.
     """
-    name, (classes, found) = source.name, source.read()
+    classes, found = contents
     for one in classes:
         try:
             one.encode()

@@ -8,9 +8,9 @@ would keep a second copy of all images, and promises neither their order nor a b
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -41,14 +41,7 @@ PATIENCE = 10  # seconds to wait for the first answer of the hub
 T = TypeVar("T")
 
 
-class Source(NamedTuple):
-    """A data set that has been found, but not read yet."""
-
-    name: str
-    read: Callable[[], Contents]
-
-
-def find_source(name: str, data_dir: Path | None) -> Source:
+def find_data(name: str, data_dir: Path | None) -> Contents:
     """Find a data set: first `data_dir/name`, then a path, then the embedded digits or the hub.
 
     A built-in name is never a path in the working directory (a run folder may be called digits): write `./cifar10` for
@@ -63,25 +56,28 @@ def find_source(name: str, data_dir: Path | None) -> Source:
         places.append(expanded(name))
     for place in places:
         if _exists(place):
-            return _local_source(name, place)
+            return _local_data(place)
     if name == "digits":
-        return Source(name, _read_digits)
+        return _read_digits()
     looked = " and ".join(dict.fromkeys(str(place) for place in places))
     hub_id, configuration = HUB_IDS.get(name, (name, None))
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", hub_id):
         raise PluresError(f"there is no data set {name!r}: looked for {looked}; {accepted}{nearest(name, built_in)}")
+    import huggingface_hub
 
-    def read() -> Contents:
-        try:
-            return _local_source(name, _downloaded(hub_id, configuration)).read()
-        except ConnectionError as error:
-            local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
-            raise PluresError(
-                f"the data {name!r} were not found: {local}, and {error}; put train.parquet and test.parquet "
-                f"(or train/CLASS/*.png and test/CLASS/*.png) into {(data_dir or Path('$PLURES_DATA')) / name}"
-            ) from None
-
-    return Source(name, read)
+    files = f"{configuration or ''}*.parquet"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            hub_id, repo_type="dataset", allow_patterns=files, etag_timeout=PATIENCE
+        )
+    except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
+        local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
+        raise PluresError(
+            f"the data {name!r} were not found: {local}, and {hub_id} cannot be loaded from the Hugging Face hub "
+            f"({first_line(error)}); put train.parquet and test.parquet (or train/CLASS/*.png and test/CLASS/*.png) "
+            f"into {(data_dir or Path('$PLURES_DATA')) / name}"
+        ) from None
+    return _local_data(Path(folder, configuration or ""))
 
 
 def local_path(name: str, data_dir: Path | None) -> Path | None:
@@ -131,7 +127,7 @@ def _read_digits() -> Contents:
 # --- local folders and files ------------------------------------------------------------------------------------------
 
 
-def _local_source(name: str, place: Path) -> Source:
+def _local_data(place: Path) -> Contents:
     """Return the data set in a folder or Parquet file."""
     if place.is_dir():
         tables = _parquet_files(place)
@@ -140,9 +136,9 @@ def _local_source(name: str, place: Path) -> Source:
     else:
         raise PluresError(f"{place} is neither a folder nor a .parquet file")
     if tables:
-        return Source(name, lambda: parquet_contents(tables))
+        return parquet_contents(tables)
     if found := _image_files(place):
-        return Source(name, lambda: _read_folders(found, place))
+        return _read_folders(found, place)
     raise PluresError(
         f"{place} contains neither train.parquet or test.parquet nor class folders of images: "
         "put images into train/CLASS/ and test/CLASS/, or only into CLASS/"
@@ -220,23 +216,3 @@ def _read_folders(found: Mapping[str, Mapping[str, Sequence[Path]]], place: Path
         return Images(len(rows), lambda: (EncodedImage(read_file(file), label, str(file)) for file, label in rows))
 
     return classes, {split: images(by_class) for split, by_class in found.items()}
-
-
-def _downloaded(hub_id: str, configuration: str | None) -> Path:
-    """Return the folder of a data set's Parquet files, downloaded from the hub if they are not there yet.
-
-    Raises ConnectionError with the answer of the hub if the data are unavailable.
-    """
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    files = f"{configuration or ''}*.parquet"
-    try:
-        folder = huggingface_hub.snapshot_download(
-            hub_id, repo_type="dataset", allow_patterns=files, etag_timeout=PATIENCE
-        )
-    except Exception as error:  # from http libraries to file systems: everything that can go wrong in a download
-        refused = isinstance(error, HfHubHTTPError)
-        reason = "it is not there, or you need to log in" if refused else first_line(error)
-        raise ConnectionError(f"{hub_id} cannot be loaded from the Hugging Face hub ({reason})") from error
-    return Path(folder, configuration or "")
