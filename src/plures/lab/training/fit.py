@@ -1,11 +1,10 @@
 """Train all stages of an ensemble: the same for all methods, because all are sequences of stages."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -18,7 +17,7 @@ from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import device_for
 from plures.lab.training.loop import RecipeLoop, resolve
 from plures.progress import ProgressLine
-from plures.stage import Step, due
+from plures.stage import due
 from plures.storage import refill, save
 
 log = logging.getLogger("plures")
@@ -51,106 +50,62 @@ def fit(
     A run resumes with the number of torch threads that it started with, because another number rounds differently.
     """
     device = device_for()
-    folder = None if run is None else RunFolder(run)
     config = describe(ensemble, data, recipe, resolve(recipe.precision, device), made)
     with ExitStack() as stack:
+        folder = RunFolder(stack.enter_context(TemporaryDirectory()) if run is None else run)
         stack.enter_context(own_random_numbers(device))
-        if folder is not None:
-            if not folder.finished:  # a finished run is read without a lock, and nothing is written
-                stack.enter_context(folder.locked())
-            begun, here = folder.begin(config)["environment"].get("threads"), torch.get_num_threads()
-            if isinstance(begun, int) and 0 < begun != here:  # on another number, sums are rounded differently
-                log.warning("the run started with %d threads and resumes with as many, instead of %d", begun, here)
-                torch.set_num_threads(begun)
-                stack.callback(torch.set_num_threads, here)
-            _restore(ensemble, folder)
+        if not folder.finished:  # a finished run is read without a lock, and nothing is written
+            stack.enter_context(folder.locked())
+        begun, here = folder.begin(config)["environment"].get("threads"), torch.get_num_threads()
+        if isinstance(begun, int) and 0 < begun != here:  # on another number, sums are rounded differently
+            log.warning("the run started with %d threads and resumes with as many, instead of %d", begun, here)
+            torch.set_num_threads(begun)
+            stack.callback(torch.set_num_threads, here)
+        path = next((path for path in (folder.ensemble, folder.partial) if path.is_file()), None)
+        if path is None:
+            # Even before the first epoch: the next process may draw another network.
+            save(ensemble, folder.partial, base=True)
+        else:
+            refill(ensemble, path)
         ensemble.to(device)
         longer = recipe.epochs_for(len(data.train))
         epochs = {step.name: longer.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet))
         if recipe.least_steps is None:
             _warn_of_few_steps(data, recipe)
-        _Run(ensemble, data, recipe, folder, device, display).train(finish)
-    return ensemble
-
-
-def _restore(ensemble: Ensemble, folder: RunFolder) -> None:
-    """Restore the ensemble from the run folder; write the first file into a new folder."""
-    path = next((path for path in (folder.ensemble, folder.partial) if path.is_file()), None)
-    if path is None:
-        # Even before the first epoch: the next process may draw another network.
-        save(ensemble, folder.partial, base=True)
-    else:
-        refill(ensemble, path)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Go through the open stages and keep the folder, if there is one, up to date."""
-
-    ensemble: Ensemble
-    data: Data
-    recipe: Recipe
-    folder: RunFolder | None
-    device: torch.device
-    display: ProgressLine
-
-    def train(self, finish: Callable[[], None]) -> None:
-        folder = self.folder
-        step = due(self.ensemble.plan())
-        if step is None:
-            self.display.say("the ensemble is finished: nothing is left to train")
-        saved = None if folder is None or step is None else self._saved(folder, step)
-        while step is not None:
-            self._train_stage(step, saved)
-            step, saved = due(self.ensemble.plan()), None
-            if folder is not None and step is not None:
-                save(self.ensemble, folder.partial, base=True)
-        if folder is not None:
-            self._finish(folder, finish)
-
-    def _train_stage(self, step: Step, saved: tuple[bytes, Position] | None) -> None:
-        loop = RecipeLoop(self.ensemble, step, self.data, self.recipe, self.device)
-        done = 0
-        if saved is not None:
-            state, position = saved
-            done = position.epoch
-            if done > loop.epochs:
-                raise damaged(f"it is after epoch {done} of {loop.epochs}")
-            unpack(state, loop.stage, loop.optimizer)
-            loop.scaler.load_state_dict(position.loss_scale)
-            self.display.say(f"resuming {step.name} after epoch {done} of {loop.epochs}")
-        for number in range(done + 1, loop.epochs + 1):
-            record = loop.epoch(number)
-            if self.folder is not None:
-                self._write_epoch(self.folder, loop, record)
-            self.display.epoch(record)
-        loop.stage.commit()
-
-    def _committed(self) -> list[str]:
-        return [step.name for step in self.ensemble.plan() if step.committed]
-
-    def _saved(self, folder: RunFolder, step: Step) -> tuple[bytes, Position] | None:
-        """Return the state of the open stage, if there is one, and cut the log after its last epoch."""
-        state, committed = folder.read_state(), self._committed()
-        saved = None if state is None else (state, position_of(state))
-        if saved is not None and saved[1].committed != len(committed):  # of a stage that was committed since
-            saved = None
-        epochs = 0 if saved is None else saved[1].epoch
-        folder.keep_records(committed, step.name, epochs)
-        return saved
-
-    def _write_epoch(self, folder: RunFolder, loop: RecipeLoop, record: Mapping[str, Any]) -> None:
-        folder.append_record(record)  # before the state, which says how many records count
-        position = Position(len(self._committed()), record["epoch"], loop.scaler.state_dict())
-        folder.write_state(pack(loop.stage, loop.optimizer, position))
-
-    def _finish(self, folder: RunFolder, finish: Callable[[], None]) -> None:
+        if due(ensemble.plan()) is None:
+            display.say("the ensemble is finished: nothing is left to train")
+        while (step := due(ensemble.plan())) is not None:
+            committed = [one.name for one in ensemble.plan() if one.committed]
+            _train_stage(RecipeLoop(ensemble, step, data, recipe, device), committed, folder, display)
+            if due(ensemble.plan()) is not None:
+                save(ensemble, folder.partial, base=True)
         # Until the file is written, the state of the last stage is there to begin from again.
         if not folder.finished:
             finish()
-            save(self.ensemble, folder.ensemble, base=True)
+            save(ensemble, folder.ensemble, base=True)
         folder.clean()
+    return ensemble
+
+
+def _train_stage(loop: RecipeLoop, committed: list[str], folder: RunFolder, display: ProgressLine) -> None:
+    """Train and commit a stage; the folder has its state after every epoch."""
+    done, state = 0, folder.read_state()
+    position = None if state is None else position_of(state)
+    if state is not None and position is not None and position.committed == len(committed):  # else of a stage before
+        done = position.epoch
+        if done > loop.epochs:
+            raise damaged(f"it is after epoch {done} of {loop.epochs}")
+        unpack(state, loop.stage, loop.optimizer)
+        loop.scaler.load_state_dict(position.loss_scale)
+        display.say(f"resuming {loop.stage.name} after epoch {done} of {loop.epochs}")
+    folder.keep_records(committed, loop.stage.name, done)
+    for number in range(done + 1, loop.epochs + 1):
+        record = loop.epoch(number)
+        folder.append_record(record)  # before the state, which says how many records count
+        folder.write_state(pack(loop.stage, loop.optimizer, Position(len(committed), number, loop.scaler.state_dict())))
+        display.epoch(record)
+    loop.stage.commit()
 
 
 def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:
