@@ -185,6 +185,12 @@ def test_equally_confident_samples_are_answered_together() -> None:
     assert found.bound <= 0.05
 
 
+@pytest.mark.parametrize(("risk", "delta"), [(5e-324, 0.1), (1e-300, 1e-300), (0.1, 5e-324)])
+def test_the_smallest_numbers_are_refused_in_one_sentence(risk: float, delta: float) -> None:
+    with pytest.raises(PluresError, match="needs at least"):
+        select(torch.rand(10), torch.ones(10, dtype=torch.bool), risk, delta)
+
+
 @pytest.mark.parametrize("risk", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("delta", [0.01, 0.1])
 def test_the_number_of_samples_that_a_risk_takes_is_exact(risk: float, delta: float) -> None:

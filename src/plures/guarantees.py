@@ -185,7 +185,8 @@ def _rank(count: int, coverage: float) -> int:
 
 def _all_right(risk: float, delta: float) -> int:
     """Return the number of labels, all of them right, that bound the error rate: (1 - risk) ** number <= delta."""
-    return max(1, math.ceil(math.log(delta) / math.log1p(-risk) - 1e-9))
+    # A share of the smallest delta is zero, and one over the smallest risk infinite.
+    return max(1, math.ceil(min(math.log(max(delta, 5e-324)) / math.log1p(-risk), 2.0**62) - 1e-9))
 
 
 def _thresholds(count: int) -> int:
