@@ -72,10 +72,9 @@ def depthwise():
 
 
 @pytest.mark.parametrize("make", [networks.mlp, networks.resnet, networks.tied, Tokens, depthwise])
-@pytest.mark.parametrize("factors", ["gaussian", "sign"])
-def test_each_member_is_the_network_with_its_weights_times_an_outer_product(make, factors):
+def test_each_member_is_the_network_with_its_weights_times_an_outer_product(make):
     network = make()
-    ensemble = commit(plures.BatchEnsemble(network, members=3, factors=factors, init="given"))
+    ensemble = commit(plures.BatchEnsemble(network, members=3, init="given"))
     if make is networks.tied:  # one shared weight, but each of the two layers has factors of its own
         network[5].weight = nn.Parameter(network[5].weight.detach().clone())
     for factor in own(ensemble, network).values():
@@ -92,10 +91,9 @@ def batch_norm_network():
     return nn.Sequential(nn.Flatten(), nn.Linear(768, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
 
 
-@pytest.mark.parametrize("private", [False, True])
-def test_batch_norm_in_training_sees_all_members_or_one(private):
+def test_batch_norm_in_training_sees_all_members():
     network = batch_norm_network()
-    ensemble = plures.BatchEnsemble(network, members=3, private_norm=private)
+    ensemble = plures.BatchEnsemble(network, members=3)
     factors, shared = own(ensemble, network), ensemble.network.network.state_dict()
 
     def layer(name, x, member):
@@ -103,18 +101,15 @@ def test_batch_norm_in_training_sees_all_members_or_one(private):
         return F.linear(x * f.alpha[member], shared[f"{name}.weight"]) * f.gamma[member] + f.bias[member]
 
     hidden = [layer("1", images().flatten(1), member) for member in range(3)]
-    norms = [nn.BatchNorm1d(6) for _ in range(3 if private else 1)]
-    parts = hidden if private else [torch.cat(hidden)]
-    normed = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)]).relu().chunk(3)
+    norm = nn.BatchNorm1d(6)
+    normed = norm(torch.cat(hidden)).relu().chunk(3)
     expected = torch.stack([layer("4", x, member) for member, x in enumerate(normed)])
 
     stage = open_stage(ensemble)
     torch.testing.assert_close(stage.logits(images()), expected)
-    trained = [module for module in stage.modules() if isinstance(module, nn.BatchNorm1d)]
-    assert len(trained) == len(norms)
-    for norm, reference in zip(trained, norms, strict=True):
-        torch.testing.assert_close(norm.running_mean, reference.running_mean)
-        torch.testing.assert_close(norm.running_var, reference.running_var)
+    (trained,) = [module for module in stage.modules() if isinstance(module, nn.BatchNorm1d)]
+    torch.testing.assert_close(trained.running_mean, norm.running_mean)
+    torch.testing.assert_close(trained.running_var, norm.running_var)
 
 
 def test_the_loss_is_the_mean_over_members_that_all_see_every_sample():
@@ -165,10 +160,7 @@ def test_factors_start_as_published():
         gaussian = getattr(own(plures.BatchEnsemble(network), network)["0"], kind)
         assert gaussian.mean().item() == pytest.approx(1.0, abs=0.02)
         assert gaussian.std().item() == pytest.approx(0.5, abs=0.02)
-        sign = getattr(own(plures.BatchEnsemble(network, factors="sign"), network)["0"], kind)
-        assert set(sign.flatten().tolist()) == {-1.0, 1.0}
-        assert sign.mean().item() == pytest.approx(0.0, abs=0.05)
-        assert len({tuple(row.tolist()) for row in sign}) == 5  # no two members are alike
+        assert len({tuple(row.tolist()) for row in gaussian}) == 5  # no two members are alike
 
 
 def test_a_member_costs_its_factors_and_biases_and_nothing_more():
@@ -204,7 +196,7 @@ def test_members_differ_in_attention_networks_too_with_and_without_gradients():
 
 
 def test_channels_last_changes_no_number():
-    ensemble = commit(plures.BatchEnsemble(networks.resnet(), members=2, private_norm=True))
+    ensemble = commit(plures.BatchEnsemble(networks.resnet(), members=2))
     expected = ensemble(images())
     ensemble.to(memory_format=torch.channels_last)
     last = ensemble(images().to(memory_format=torch.channels_last))
@@ -256,9 +248,7 @@ def test_a_network_whose_first_axis_is_not_the_batch_is_refused_with_the_first_o
         (networks.mlp, {"members": 0}, "members=0"),
         (networks.mlp, {"members": 2.0}, "members=2.0"),
         (networks.mlp, {"members": True}, "members=True"),
-        (networks.mlp, {"factors": "uniform"}, "factors='uniform'; use one of gaussian, sign"),
         (networks.mlp, {"init": "old"}, "init='old'"),
-        (networks.mlp, {"private_norm": True}, "no batch norm"),
         (nn.ReLU, {}, "no Linear or convolution"),
         (lambda: 3, {}, "must be an nn.Module, not int"),
     ],

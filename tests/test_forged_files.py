@@ -112,13 +112,19 @@ def test_more_members_than_are_stored(tmp_path, method, count) -> None:
     [
         ("PackedEnsemble", "alpha"),
         ("Masksembles", "scale"),
-        ("MIMO", "input_repetition"),
+        ("MIMO", "batch_repetition"),
     ],
 )
 def test_numbers_that_no_option_can_have(tmp_path, method, option, value) -> None:
     forged = forgery(tmp_path, method, members=2)
     forged.document["options"][option] = RAW + value
     refused(tmp_path, forged)
+
+
+def test_options_that_are_gone_are_read_at_their_default_and_named_otherwise(tmp_path) -> None:
+    forged = forgery(tmp_path, "BatchEnsemble", members=2)
+    forged.document["options"] |= {"factors": "gaussian", "private_norm": True}
+    assert "private_norm" in refused(tmp_path, forged)
 
 
 @pytest.mark.parametrize("part", ["method", "option", "role", "tensor", "state"])

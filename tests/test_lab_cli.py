@@ -674,7 +674,7 @@ def test_method_names_are_those_of_the_classes() -> None:
         "masksembles": "Masksembles",
         "packed-ensemble": "PackedEnsemble",
     }
-    assert kebab("private_norm") == "private-norm"
+    assert kebab("batch_repetition") == "batch-repetition"
     assert short_name("mypackage.methods:TwoHeads") == "two-heads"
     names = ["my-method", "mimo granularity=2", "deterministic"]
     assert sorted(names, key=place_of) == ["deterministic", "mimo granularity=2", "my-method"]

@@ -262,7 +262,6 @@ def test_commands_make_the_same_run_again(method: str, tmp_path: Path) -> None:
         "masksembles": ["layers=3", "scale=1.5"],
         "mimo": ["batch-repetition=2"],
         "packed-ensemble": ["alpha=2"],
-        "batch-ensemble": ["factors=sign"],
     }
     recipe = replace(
         SMALL.for_method(METHOD_NAMES[method]),

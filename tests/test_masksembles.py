@@ -138,17 +138,6 @@ def test_in_training_contiguous_groups_go_through_one_member_each(make, batch):
         torch.testing.assert_close(stage(images(batch), labels(batch)), expected)
 
 
-def test_with_every_mask_each_sample_trains_all_members():
-    network = networks.mlp()
-    ensemble = plures.Masksembles(network, members=3, every_mask=True)
-    stage = open_stage(ensemble)
-    logits = stage.logits(images())
-    each = torch.stack([member_network(ensemble, network, member)(images()) for member in range(3)])
-    torch.testing.assert_close(logits, each)
-    expected = sum(F.cross_entropy(member, labels()) for member in each) / 3
-    torch.testing.assert_close(stage(images(), labels()), expected)
-
-
 def test_small_batches_reach_every_member():
     stage = open_stage(plures.Masksembles(networks.mlp(), members=4))
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def trained(network, *args, **options):
 @pytest.mark.parametrize(("members", "repetition"), [(1, 1), (2, 4), (3, 2)])
 def test_each_slot_has_its_own_shuffle_of_the_repeated_batch(members, repetition):
     torch.manual_seed(0)
-    rows = shuffles(16, members, repetition, 0.0)
+    rows = shuffles(16, members, repetition)
     assert rows.shape == (members, 16 * repetition)
     for row in rows:
         assert row.sort().values.tolist() == sorted(list(range(16)) * repetition)
@@ -47,29 +47,16 @@ def test_each_slot_has_its_own_shuffle_of_the_repeated_batch(members, repetition
     assert members == 1 or in_both < rows.shape[1] / 4
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_a_share_of_the_samples_is_the_same_in_all_slots(share):
-    torch.manual_seed(0)
-    rows = shuffles(40, 3, 2, share)
-    same = [len(set(column)) == 1 for column in rows.T.tolist()]
-    start = round(80 * (1 - share))
-    assert all(same[start:])
-    assert sum(same[:start]) <= 5  # by chance
-    for row in rows:
-        assert row.sort().values.tolist() == sorted(list(range(40)) * 2)
-
-
 @pytest.mark.parametrize("make_network", [networks.mlp, networks.group_norm_resnet])
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_loss_is_that_of_a_plain_loop(make_network, share):
+def test_the_loss_is_that_of_a_plain_loop(make_network):
     members, repetition = 3, 2
-    ensemble = MIMO(make_network(), members, batch_repetition=repetition, input_repetition=share)
+    ensemble = MIMO(make_network(), members, batch_repetition=repetition)
     stage = next(ensemble.stages())
     x, y = images(5), labels(5)
     torch.manual_seed(11)
     loss = stage(x, y)
     torch.manual_seed(11)
-    rows = shuffles(5, members, repetition, share).tolist()
+    rows = shuffles(5, members, repetition).tolist()
     total = 0.0
     for sample in range(5 * repetition):
         stacked = torch.cat([x[rows[slot][sample]] for slot in range(members)], dim=0)[None]
@@ -172,7 +159,7 @@ def test_the_start_is_given_or_fresh_and_sums_are_as_large_as_before():
 
 
 def test_a_file_remembers_the_layers(tmp_path):
-    ensemble = trained(networks.resnet(), 3, input_repetition=0.5, batch_repetition=1)
+    ensemble = trained(networks.resnet(), 3, batch_repetition=1)
     plures.save(ensemble, tmp_path / "mimo.safetensors")
     loaded = plures.load(tmp_path / "mimo.safetensors", networks.resnet(seed=4))
     assert loaded.options() == ensemble.options()
@@ -235,7 +222,6 @@ def test_naming_the_layer_that_makes_the_logits_helps():
         ({"members": 0}, "members=0"),
         ({"members": 1.5}, "members=1.5"),
         ({"batch_repetition": 0}, "batch_repetition=0"),
-        ({"input_repetition": 1.5}, "input_repetition=1.5"),
         ({"first": "stam"}, "did you mean stem"),
         ({"last": "norm"}, "there is no Linear or convolution for last= 'norm'"),
         ({"first": "classifier"}, "cannot be the first and the last layer"),

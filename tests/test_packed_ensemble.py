@@ -31,15 +31,15 @@ def disturb(ensemble):
 class Residual(nn.Module):
     """Convolutions of every kind, a residual, a concatenation, group norm, batch norm, and flatten into a Linear."""
 
-    def __init__(self, width, gamma=1):
+    def __init__(self, width):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
         self.norm1 = nn.BatchNorm2d(width)
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False, groups=gamma)
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.depthwise = nn.Conv2d(width, 2 * width, 3, padding=1, groups=width)
         self.norm2 = nn.GroupNorm(2, 2 * width)
-        self.grouped = nn.Conv2d(2 * width, width, 1, groups=2 * gamma)
-        self.hidden = nn.Conv2d(2 * width, width, 3, stride=4, groups=gamma, padding_mode="circular", padding=1)
+        self.grouped = nn.Conv2d(2 * width, width, 1, groups=2)
+        self.hidden = nn.Conv2d(2 * width, width, 3, stride=4, padding_mode="circular", padding=1)
         self.norm3 = nn.LayerNorm(width)
         self.fc = nn.Linear(width * 4, 4)
 
@@ -55,29 +55,17 @@ class Residual(nn.Module):
 class Tokens(nn.Module):
     """Linear layers that see tokens, as a third axis and on the batch axis, and batch norm over tokens."""
 
-    def __init__(self, width, gamma=1):
+    def __init__(self, width):
         super().__init__()
         self.stem = nn.Linear(16, width)
         self.norm = nn.BatchNorm1d(width)
-        self.hidden = nn.Linear(width, 2 * width) if gamma == 1 else BlockLinear(width, 2 * width, gamma)
+        self.hidden = nn.Linear(width, 2 * width)
         self.fc = nn.Linear(2 * width, 4, bias=False)
 
     def forward(self, x):
         x = self.norm(self.stem(x.flatten(1, 2)).transpose(1, 2)).transpose(1, 2)  # [batch, 48 tokens, width]
         x = F.relu(self.hidden(x.flatten(0, 1)))  # [batch x 48, 2 width]
         return self.fc(x.unflatten(0, (-1, 48)).mean(1))
-
-
-class BlockLinear(nn.Module):
-    """A Linear in groups, written out."""
-
-    def __init__(self, inputs, outputs, groups):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(groups, outputs // groups, inputs // groups))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-    def forward(self, x):
-        return F.linear(x, torch.block_diag(*self.weight), self.bias)
 
 
 def member_network(ensemble, narrow, member):
@@ -92,20 +80,18 @@ def member_network(ensemble, narrow, member):
 
 
 @pytest.mark.parametrize("make", [Residual, Tokens])
-@pytest.mark.parametrize(
-    ("members", "alpha", "gamma"), [(4, 2.0, 1), (2, 1.0, 2), (3, 1.5, 4), (1, 1.0, 1), (2, 3.0, 1)]
-)
-def test_each_member_is_a_narrow_network_of_its_own(make, members, alpha, gamma):
-    ensemble = plures.PackedEnsemble(make(16), members, alpha, gamma)
+@pytest.mark.parametrize(("members", "alpha"), [(4, 2.0), (2, 1.0), (3, 1.5), (1, 1.0), (2, 3.0)])
+def test_each_member_is_a_narrow_network_of_its_own(make, members, alpha):
+    ensemble = plures.PackedEnsemble(make(16), members, alpha)
     disturb(ensemble)
     width = round(16 * alpha / members)
     commit(ensemble)
-    stage = open_stage(plures.PackedEnsemble(make(16), members, alpha, gamma))
+    stage = open_stage(plures.PackedEnsemble(make(16), members, alpha))
     stage.network.load_state_dict(ensemble.network.state_dict())
     predicted, training = ensemble(images()), stage.logits(images())
     assert predicted.shape == (members, 6, 4)
     for member in range(members):
-        narrow = member_network(ensemble, make(width, gamma), member)
+        narrow = member_network(ensemble, make(width), member)
         torch.testing.assert_close(predicted[member], narrow.eval()(images()), rtol=1e-4, atol=1e-4)
         # In training, too: batch norm must see the rows of one member only.
         torch.testing.assert_close(training[member], narrow.train()(images()), rtol=1e-4, atol=1e-4)
@@ -160,11 +146,11 @@ def test_with_alpha_sqrt_members_there_are_as_many_weights_as_in_the_network(mak
     assert weights(packed) == weights(network) + first + last
 
 
-@pytest.mark.parametrize(("alpha", "gamma"), [(1.0, 1), (4.0, 1), (2.0, 2), (4.0, 4)])
-def test_alpha_and_gamma_scale_the_weights_as_published(alpha, gamma):
+@pytest.mark.parametrize("alpha", [1.0, 4.0])
+def test_alpha_scales_the_weights_as_published(alpha):
     network = networks.resnet()
-    packed = plures.PackedEnsemble(network, members=4, alpha=alpha, gamma=gamma).network
-    assert weights(packed, hidden=True) == weights(network, hidden=True) * alpha**2 / (4 * gamma)
+    packed = plures.PackedEnsemble(network, members=4, alpha=alpha).network
+    assert weights(packed, hidden=True) == weights(network, hidden=True) * alpha**2 / 4
 
 
 @pytest.mark.parametrize("members", range(1, 9))
@@ -267,9 +253,6 @@ def normalised(network):
         (networks.mlp, {"alpha": float("nan")}, "alpha=nan"),
         (networks.mlp, {"alpha": "2"}, "alpha='2'"),
         (networks.mlp, {"alpha": 0.01}, "use alpha=0.125, or"),
-        (networks.mlp, {"gamma": 0}, "gamma=0"),
-        (networks.mlp, {"gamma": 1.0}, "gamma=1.0"),
-        (networks.mlp, {"alpha": 2.0, "gamma": 3}, "of the 32 channels of '3', in 3 groups"),
         (networks.group_norm_resnet, {"alpha": 2.5}, "10 of the 16 channels of 'norm', in 4 groups; use alpha=2 or 3"),
         (networks.mlp, {"first": "2"}, "there is no Linear or convolution for first= '2'"),
         (networks.resnet, {"last": "clasifier"}, "did you mean classifier"),

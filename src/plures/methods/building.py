@@ -3,7 +3,8 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from dataclasses import replace as replace_in
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,11 @@ from plures.tensors import Layer, check_network, layers, moments, places, restar
 
 Init = Literal["given", "fresh"]
 Reduction = Literal["mean", "sum"]
+# Options of earlier versions, at the values that their methods have for good.
+GONE = (
+    *(("factors", "gaussian"), ("private_norm", False), ("input_repetition", 0.0), ("every_mask", False)),
+    *(("granularity", "element"), ("gamma", 1)),
+)
 
 
 class AnyOrder(Ensemble):
@@ -57,6 +63,11 @@ class AnyOrder(Ensemble):
 
     def _state(self) -> dict[str, Any]:
         return {"committed": self._committed if len(self._trains) > 1 else self._committed[0]}
+
+    @classmethod
+    def _restore(cls, network: nn.Module, stored: Stored) -> Self:
+        options = {name: value for name, value in stored.options.items() if (name, value) not in GONE}
+        return super()._restore(network, replace_in(stored, options=options))
 
     def _fill(self, stored: Stored) -> None:
         committed = stored.state["committed"]

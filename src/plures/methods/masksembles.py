@@ -28,11 +28,10 @@ class Masksembles(ManyInOne):
       the fewer channels each mask has.
     - `layers`: the layers whose input is masked; by default, every Linear and convolution except the first, including
       the classifier as in the authors' code. `nn.MultiheadAttention` has no masks inside.
-    - `every_mask`: train each sample with all masks, which learns more from a batch and costs `members` times as much.
-      By default, each sample trains one member, as in the authors' code: the batch is divided into one group per
-      member, and the groups differ by at most one sample.
 
-    At prediction, each sample goes through all members. The masks are saved with the weights.
+    In training, each sample trains one member, as in the authors' code: the batch is divided into one group per member,
+    and the groups differ by at most one sample. At prediction, each sample goes through all members. The masks are
+    saved with the weights.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Masksembles(ManyInOne):
         scale: float = 2.0,
         *,
         layers: Sequence[str] | None = None,
-        every_mask: bool = False,
         init: Init = "fresh",
         loss: Loss | None = None,
         seed: int = 0,
@@ -59,21 +57,16 @@ class Masksembles(ManyInOne):
             own = Masks(values.to(layer.weight.device), rows)
             layer.add_module("members", own)
             layer.register_forward_pre_hook(own.before)
-        grouped = Grouped(built, members, rows)
-        grouped.every_mask = bool(every_mask)
-        super().__init__(network, loss, grouped)
-        self.members, self.scale, self.layers = members, scale, names
-        self.every_mask, self.init, self.seed = bool(every_mask), init, seed
+        super().__init__(network, loss, Grouped(built, members, rows))
+        self.members, self.scale, self.layers, self.init, self.seed = members, scale, names, init, seed
 
 
 class Grouped(Tiled):
     """Run a network with one mask per sample in training, [1, batch, classes], and with all of them in prediction."""
 
-    every_mask = False  # whether training, too, sends each sample through all masks
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits, [members, batch, classes], or in training [1, batch, classes]."""
-        if not self.training or self.every_mask:
+        if not self.training:
             return super().forward(*args, **kwargs)
         inputs = building.batched(args, kwargs)
         self.rows.count = len(inputs)

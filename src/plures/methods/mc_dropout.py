@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from plures.calling import Arguments, call_with, logits_of
-from plures.checks import nearest, one_of, whole_number
+from plures.checks import nearest, whole_number
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import Init, OneStage, started
@@ -22,7 +22,6 @@ from plures.stage import Stage, Step
 from plures.tensors import layers, shell
 from plures.trunk import Run, Trunk
 
-Granularity = Literal["element", "channel"]
 USUAL_RATE = 0.1
 MOST_PASSES = 10_000
 ALPHA = 1.7580993408473766  # where the SELU of torch saturates, times -1: what alpha dropout puts for a dropped entry
@@ -36,7 +35,6 @@ class MCDropout(OneStage):
 
     - `rate`: the dropout rate. By default, the network's own dropout layers keep their rate, and other sites get 0.1.
     - `passes`: the number of passes.
-    - `granularity`: drop each "element", or whole channels ("channel").
     - `sites`: the names of dropout layers, or of other modules whose input is dropped; as a dict, with one rate each.
       By default, these are the network's own dropout layers; if it has none, the last convolution of each residual
       block; if it has no such blocks, every layer except the first. A residual block is the smallest part of a network
@@ -54,7 +52,6 @@ class MCDropout(OneStage):
         rate: float | None = None,
         passes: int = 30,
         *,
-        granularity: Granularity = "element",
         sites: Mapping[str, float] | Sequence[str] | None = None,
         init: Init = "given",
         loss: Loss | None = None,
@@ -62,11 +59,10 @@ class MCDropout(OneStage):
     ) -> None:
         super().__init__(network, loss, started(network, init, seed), ready=init == "given")
         whole_number("passes", passes, most=MOST_PASSES)
-        one_of("granularity", granularity, get_args(Granularity))
         self.members = self.passes = passes
-        self.granularity, self.init, self.seed = granularity, init, seed
+        self.init, self.seed = init, seed
         self.sites = _rates(self.network, rate, sites)  # the dropout rate of each site, by name
-        self._hooks = [_hook(self.network, site, rate, granularity) for site, rate in self.sites.items()]
+        self._hooks = [_hook(self.network, site, rate) for site, rate in self.sites.items()]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
@@ -112,7 +108,7 @@ class MCDropout(OneStage):
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file."""
-        return {name: getattr(self, name) for name in ("passes", "granularity", "sites", "init", "seed")}
+        return {name: getattr(self, name) for name in ("passes", "sites", "init", "seed")}
 
 
 @dataclass(eq=False)
@@ -127,7 +123,7 @@ class _Hook:
     site: str
     rate: float
     inserted: bool = True  # the network's own dropout layers need no hook to train
-    channels: int | None = None  # the axis of which whole channels are dropped, of each sample
+    by_channel: bool = False  # drop whole channels of each sample
     alpha: bool = False  # keep mean and variance, for networks that normalise themselves
     always: bool = True
     random: torch.Generator | None = None
@@ -141,11 +137,7 @@ class _Hook:
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop as torch's dropout layers do."""
-        shape = list(x.shape)
-        if self.channels is not None:
-            axis = self.channels % x.dim()
-            shape = [size if place in (0, axis) else 1 for place, size in enumerate(shape)]
-        like = x if shape == list(x.shape) else x.new_empty(shape)
+        like = x.new_empty([*x.shape[:2], *[1] * (x.dim() - 2)]) if self.by_channel else x
         kept = torch.empty_like(like).bernoulli_(1 - self.rate, generator=self.random)
         if not self.alpha:
             return x * kept.div_(1 - self.rate)
@@ -153,20 +145,13 @@ class _Hook:
         return a * (x * kept + (kept - 1) * ALPHA) + a * ALPHA * self.rate
 
 
-def _hook(network: nn.Module, site: str, rate: float, granularity: Granularity) -> _Hook:
+def _hook(network: nn.Module, site: str, rate: float) -> _Hook:
     module = network.get_submodule(site)
+    hook = _Hook(site, rate)
     if isinstance(module, _DropoutNd):
-        module.p = rate
-        by_channel = isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.FeatureAlphaDropout)
-        alpha = isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout)
-        hook = _Hook(site, rate, inserted=False, channels=1 if by_channel else None, alpha=alpha)
-    elif granularity == "element":
-        hook = _Hook(site, rate)
-    elif isinstance(module, nn.Linear | _ConvNd):
-        hook = _Hook(site, rate, channels=-1 if isinstance(module, nn.Linear) else 1)
-    else:
-        kind = type(module).__name__
-        raise PluresError(f"site {site!r} is a {kind}: channels are dropped before Linear and convolution layers only")
+        module.p, hook.inserted = rate, False
+        hook.by_channel = isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.FeatureAlphaDropout)
+        hook.alpha = isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout)
     module.register_forward_pre_hook(hook)
     return hook
 

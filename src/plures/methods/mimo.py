@@ -28,7 +28,6 @@ class MIMO(ManyInOne):
     same image goes into all slots. The network must take one tensor of images or features and nothing else.
 
     - `batch_repetition`: how often each batch is repeated in training.
-    - `input_repetition`: the share of samples that are the same in all slots.
     - `first`, `last`: the layers to widen, by `members` times the inputs and the classes; by default, the first layer
       and the last Linear, or without a Linear the last convolution. They always start from new random weights.
     - `init`: "fresh" draws new weights for the other layers as well; "given" keeps those of the network.
@@ -40,7 +39,6 @@ class MIMO(ManyInOne):
         members: int = 2,
         *,
         batch_repetition: int = 4,
-        input_repetition: float = 0.0,
         first: str | None = None,
         last: str | None = None,
         init: Init = "fresh",
@@ -49,15 +47,12 @@ class MIMO(ManyInOne):
     ) -> None:
         check_members(members)
         whole_number("batch_repetition", batch_repetition, most=1000)
-        plain = isinstance(input_repetition, int | float) and not isinstance(input_repetition, bool)
-        if not plain or not 0 <= input_repetition <= 1:
-            raise PluresError(f"input_repetition={input_repetition!r}; use a share from 0 to 1")
         first, last = _ends(network, first, last)
         axis = 1 if loss is None else class_axis(loss)
         widened = _widened(network, members, first, last, init, seed)
         super().__init__(network, loss, _Slots(widened, members, first, last, axis))
         self.members, self.first, self.last, self.init, self.seed = members, first, last, init, seed
-        self.batch_repetition, self.input_repetition = batch_repetition, input_repetition
+        self.batch_repetition = batch_repetition
 
     def _stage(self, step: Step) -> Stage:
         return _Training(self, copy.deepcopy(cast(_Slots, self.network)), step)
@@ -102,7 +97,7 @@ class _Training(TogetherStage):
 
     def __init__(self, ensemble: MIMO, slots: _Slots, step: Step) -> None:
         super().__init__(slots, step, ensemble.loss, ensemble._write)
-        self.slots = (ensemble.members, ensemble.batch_repetition, ensemble.input_repetition)
+        self.slots = (ensemble.members, ensemble.batch_repetition)
         self.heads = ensemble.members
 
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,19 +112,14 @@ class _Training(TogetherStage):
         return torch.stack(losses).sum(), heads[0]
 
 
-def shuffles(
-    batch: int, members: int, batch_repetition: int, input_repetition: float, device: torch.device | str = "cpu"
-) -> Tensor:
+def shuffles(batch: int, members: int, batch_repetition: int, device: torch.device | str = "cpu") -> Tensor:
     """Return which sample of a batch goes where: one row for each slot, [members, batch x batch_repetition].
 
-    Every row holds every sample `batch_repetition` times. The last columns, a share `input_repetition` of them, are the
-    same in all rows.
+    Every row holds every sample `batch_repetition` times.
     """
     common = torch.arange(batch, device=device).repeat(batch_repetition)
     common = common[torch.randperm(len(common), device=device)]
-    apart = round(len(common) * (1 - input_repetition))
-    rows = [torch.cat([common[torch.randperm(apart, device=device)], common[apart:]]) for _ in range(members)]
-    return torch.stack(rows)
+    return torch.stack([common[torch.randperm(len(common), device=device)] for _ in range(members)])
 
 
 def _one_tensor(inputs: Any) -> tuple[Tensor, str | None]:

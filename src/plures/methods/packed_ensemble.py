@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from plures.checks import check_members, number, one_of, whole_number
+from plures.checks import check_members, number, one_of
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
@@ -27,14 +27,13 @@ class PackedEnsemble(ManyInOne):
     """Run narrow members in one pass; each has the depth of the network and a fraction of its width.
 
         ensemble = plures.PackedEnsemble(network, members=4)
-        ensemble = plures.PackedEnsemble(network, members=4, alpha=3.0, gamma=2)
+        ensemble = plures.PackedEnsemble(network, members=4, alpha=3.0)
 
     Every member sees the whole input and has its own classifier.
 
     - `alpha`: the width of all members together, relative to the network; each member has alpha / members of its
       channels. alpha = sqrt(members) gives as many weights as the network has, and the default is the nearest value
       that makes every width an integer. A value that does not is refused, never rounded.
-    - `gamma`: divide the layers of a member, except the first and the last, into this many groups, for fewer weights.
     - `first`, `last`: the layers that take the input and return the logits; by default, the first layer and the last
       Linear.
     - `reduction`: "sum" trains each member on its own loss, as if it were alone; "mean" averages the losses, as in the
@@ -50,7 +49,6 @@ class PackedEnsemble(ManyInOne):
         network: nn.Module,
         members: int = 4,
         alpha: float | None = None,
-        gamma: int = 1,
         *,
         first: str | None = None,
         last: str | None = None,
@@ -59,9 +57,9 @@ class PackedEnsemble(ManyInOne):
         seed: int = 0,
     ) -> None:
         one_of("reduction", reduction, get_args(Reduction))
-        packing = Packing(network, members, alpha, gamma, first, last, seed)
+        packing = Packing(network, members, alpha, first, last, seed)
         super().__init__(network, loss, Tiled(packing.pack(network), members, packing.rows, interleave=True))
-        self.members, self.alpha, self.gamma, self.seed = members, packing.alpha, gamma, seed
+        self.members, self.alpha, self.seed = members, packing.alpha, seed
         self.first, self.last, self.reduction = packing.first, packing.last, reduction
 
 
@@ -89,18 +87,17 @@ class Fold:
 
 
 class PackedLinear(nn.Module):
-    """Apply a Linear of its own to each member's rows, cut into groups."""
+    """Apply a Linear of its own to each member's rows."""
 
     def __init__(self, layer: nn.Linear, fold: Fold) -> None:
         super().__init__()
-        self.weight = layer.weight  # [members x groups, outputs of a group, inputs of a group]
+        self.weight = layer.weight  # [members, outputs, inputs]
         self.bias, self.fold = layer.bias, fold  # [members, outputs]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, ..., inputs] to [rows, ..., outputs]."""
         x = self.fold.split(x).movedim(1, -2).flatten(-2)
         y = torch.einsum("...gi,goi->...go", torch.unflatten(x, -1, (len(self.weight), -1)), self.weight)
-        y = torch.unflatten(y.flatten(-2), -1, (self.fold.members, -1))
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.movedim(-2, 1).flatten(0, 2)
@@ -132,7 +129,6 @@ class Packing:
         network: nn.Module,
         members: int,
         alpha: float | None,
-        gamma: int,
         first: str | None,
         last: str | None,
         seed: int,
@@ -140,11 +136,10 @@ class Packing:
         check_members(members)
         if alpha is not None:
             number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
-        whole_number("gamma", gamma)
         check_seed(seed)
         self.first, self.last = building.ends(building.layers_of(network), first, last)
         refuse_unknown(network)
-        self.members, self.gamma, self.seed = members, gamma, seed
+        self.members, self.seed = members, seed
         self.rows = Rows()
         self.fold = Fold(members, self.rows)
         self.step = self._alpha_step(network)
@@ -173,13 +168,13 @@ class Packing:
     def _alpha_step(self, network: nn.Module) -> float:
         """Find the number of which alpha must be a multiple, so that widths are whole and groups are full."""
         hidden: list[int] = []
-        parts = [self.gamma]
+        parts = [1]
         for name, module in network.named_modules():
             if isinstance(module, nn.Linear | Convolution):
                 inputs, outputs = building.widths(module)
                 hidden += [inputs] * (name != self.first) + [outputs] * (name != self.last)
             if isinstance(module, Convolution) and not is_depthwise(module):
-                parts.append(self.gamma * module.groups)
+                parts.append(module.groups)
             elif isinstance(module, nn.GroupNorm):
                 parts.append(module.num_groups)
         return math.lcm(*parts) * self.members / (math.gcd(*hidden) or 1)
@@ -201,9 +196,7 @@ class Packing:
         """Return the inputs, the outputs and the groups that a member has at a layer."""
         inputs, outputs = building.widths(module)
         depthwise = isinstance(module, Convolution) and is_depthwise(module)
-        groups = 1 if depthwise or name in (self.first, self.last) else self.gamma
-        if isinstance(module, Convolution) and not depthwise:
-            groups *= module.groups
+        groups = module.groups if isinstance(module, Convolution) and not depthwise else 1
         inputs = inputs if name == self.first else self._width(name, inputs, groups)
         outputs = outputs if name == self.last else self._width(name, outputs, groups)
         return inputs, outputs, inputs if depthwise else groups
@@ -212,7 +205,7 @@ class Packing:
         """Return the shape of a layer's packed weight."""
         inputs, outputs, groups = self._cut(name, module)
         if isinstance(module, nn.Linear):
-            return (self.members * groups, outputs // groups, inputs // groups)
+            return (self.members, outputs, inputs)
         if isinstance(module, Transposed):
             return (self.members * inputs, outputs // groups, *module.kernel_size)
         return (self.members * outputs, inputs // groups, *module.kernel_size)

@@ -29,6 +29,7 @@ from plures import files
 from plures.errors import PluresError
 from plures.files import is_file
 from plures.lab.runs.config import Made, differences, new_environment
+from plures.methods.building import GONE as GONE_OPTIONS
 
 log = logging.getLogger("plures")
 
@@ -104,8 +105,8 @@ class RunFolder:
                 f"{self.path} is a regression run of an earlier version, and the lab has only classifiers: load its "
                 "ensemble with plures.load, or train again with plures.sklearn or the library"
             )
-        for part in ("recipe", "options"):
-            found[part] = {name: value for name, value in found[part].items() if (name, value) not in GONE}
+        for part, gone in (("recipe", GONE), ("options", (*GONE, *GONE_OPTIONS))):
+            found[part] = {name: value for name, value in found[part].items() if (name, value) not in gone}
         return found
 
     def metrics(self) -> dict[str, Any]:
