@@ -190,7 +190,7 @@ class Stage(nn.Module):
         if self.committed:
             raise PluresError(f"stage '{self.name}' is already committed")
         for name, tensor in (*self.network.named_parameters(), *self.network.named_buffers()):
-            if bool(tensor.isnan().any()) or (isinstance(tensor, nn.Parameter) and bool(tensor.isinf().any())):
+            if bool(tensor.isnan().any()) or (tensor.requires_grad and bool(tensor.isinf().any())):
                 lower = "train it again with a lower learning rate or gradient clipping"
                 clean = "it was trained on inputs or targets with NaN or infinity: clean the data, and train it again"
                 raise PluresError(
@@ -243,8 +243,9 @@ def refuse_other_shared(stage: Stage, own: Mapping[str, Tensor], used: Mapping[s
         theirs = used[name]
         ours = tensor.to(theirs)
         # 1e-7: float16 rounds by up to 3e-8, however small the number.
-        rounded = ours.is_floating_point() and torch.allclose(ours, theirs, rtol=0.01, atol=1e-7)
-        if not (ours.equal(theirs) or rounded):
+        if ours.equal(theirs):
+            continue
+        if not (ours.is_floating_point() and torch.allclose(ours, theirs, rtol=0.01, atol=1e-7)):
             raise other_start(stage, f"the shared tensor {name!r}")
 
 

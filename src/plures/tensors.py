@@ -1,7 +1,7 @@
 """The tensors and layers of any network: their names, which tensors are tied, and fresh random starts."""
 
 import copy
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -122,14 +122,19 @@ def shell(network: Structure) -> Structure:
     return copy.deepcopy(network, {id(tensor): tensor for tensor in held})
 
 
-def copied_around(network: nn.Module, names: Container[str]) -> nn.Module:
-    """Copy a network; the named tensors take no memory of their own until somebody writes to one of the two."""
+def copied_around(network: nn.Module, names: Container[str], values: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Copy a network, with other `values` in some of its tensors, by their first names.
+
+    These values and the named tensors take no memory of their own until somebody writes to one of the two.
+    """
     memo: dict[int, Any] = {}
     for name, tensor in tensors(network).items():
-        if name in names and id(tensor) not in memo:
-            lazy = torch._lazy_clone(tensor.detach())
+        value = tensor if name in names else (values or {}).get(name)
+        if value is not None and id(tensor) not in memo:
+            alike = value.stride() == tensor.stride()
+            lazy = torch._lazy_clone(value.detach()) if alike else torch.empty_like(tensor).copy_(value)
             trains = tensor.requires_grad
-            memo[id(tensor)] = nn.Parameter(lazy, trains) if isinstance(tensor, nn.Parameter) else lazy
+            memo[id(tensor)] = nn.Parameter(lazy.detach(), trains) if isinstance(tensor, nn.Parameter) else lazy
     return copy.deepcopy(network, memo)
 
 

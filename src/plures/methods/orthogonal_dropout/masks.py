@@ -259,13 +259,10 @@ def mask_of(network: nn.Module, name: str) -> nn.Module:
 def unmasked(network: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a masked network by their names without masks, with the values underneath.
 
-    Changes have no values underneath: they are returned with the weight that they change.
+    Changes are a vector: the values of the weights that the member owns, in their order.
     """
     masked = {
-        f"{path}.parametrizations.{attribute}.".lstrip("."): (
-            f"{path}.{attribute}".lstrip("."),
-            chain.get_submodule("0"),
-        )
+        f"{path}.parametrizations.{attribute}.".lstrip("."): f"{path}.{attribute}".lstrip(".")
         for path, layer in network.named_modules(remove_duplicate=False)
         for attribute, chain in _chains(layer).items()
         if _is_mask(chain)
@@ -276,6 +273,5 @@ def unmasked(network: nn.Module) -> dict[str, Tensor]:
         if prefix is None:
             result[name] = tensor
         elif name == prefix + "original":
-            place, mask = masked[prefix]
-            result[place] = mask(tensor) if isinstance(mask, Change) else tensor
+            result[masked[prefix]] = tensor
     return result

@@ -234,14 +234,10 @@ class OrthogonalDropout(Ensemble):
         return [phase for phase, skip in skipped.items() if not skip]
 
     def _start(self, member: int) -> nn.Module:
-        network = copied_around(self.network, names_of_shared(self.roles))
+        network = copied_around(self.network, names_of_shared(self.roles), self._split.given())
         if self.init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, 0)
-        own = own_tensors(network)
-        with torch.no_grad():
-            for name, value in self._split.given().items():
-                own[name].copy_(value)
         return network
 
     def _commit(self, stage: Stage, ticket: object, before: Mapping[str, Tensor]) -> None:

@@ -149,14 +149,13 @@ class Partition(nn.Module):
 
     def randomise(self, seed: int) -> None:
         """Split every tensor at random into equal shares."""
-        owners = {}
         each = torch.tensor([*range(self.members), FREE], dtype=torch.uint8)
         for name, current in self.owners().items():
             shares = [self.budget(name, member) for member in range(self.members)]
             in_order = each.repeat_interleave(torch.tensor([*shares, current.numel() - sum(shares)]))
             shuffle = torch.randperm(current.numel(), generator=generator(seed, "partition", name))
-            owners[name] = in_order[shuffle].reshape(current.shape)
-        self.assign(owners)
+            current.copy_(in_order[shuffle].reshape(current.shape))
+        self.check(self.owners())
 
 
 def _check_after_load(partition: Partition, _incompatible: object) -> None:
@@ -271,12 +270,16 @@ class SplitNetwork:
         return [network.eval().requires_grad_(False) for network in made]
 
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
-        """Write what a member owns, and nothing else: the others stay bit-identical by construction."""
+        """Write what a member owns, and nothing else: the others stay bit-identical by construction.
+
+        A value is a whole weight, or a vector of what the member owns of it.
+        """
         with torch.no_grad():
             for name, weight in own_tensors(self.network).items():
                 if name in self.owners():
                     value = values[name].to(weight.device, weight.dtype)
-                    weight.copy_(torch.where(spread(self.partition.owned(name, member), weight), value, weight))
+                    mine = spread(self.partition.owned(name, member), weight).expand_as(weight)
+                    weight.masked_scatter_(mine, value[mine] if value.shape == weight.shape else value)
         self.private.write(member, values)
 
 
