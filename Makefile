@@ -15,10 +15,10 @@ TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits smoke versions supply dist dist-check memcheck-aarch64 clean
 
-demo: $(READY)  ## train on embedded data and print the table
-	$(BIN)/plures compare digits --methods deterministic orthogonal-dropout deep-ensemble --runs runs/demo
-	$(BIN)/plures report runs/demo/digits --out runs/demo/report.html
-	@echo 'Try next: $(BIN)/plures evaluate runs/demo/digits/orthogonal-dropout/seed-0 --shift'
+demo: $(READY)  ## train one network, five members in one, and five networks on embedded data; print the table: a minute
+	$(BIN)/plures compare digits-resnet --together True --methods deterministic deep-ensemble orthogonal-dropout --runs runs/demo
+	$(BIN)/plures report runs/demo --out runs/demo/report.html
+	@echo 'open runs/demo/report.html; try next: $(BIN)/plures serve runs/demo/digits-resnet/orthogonal-dropout/seed-0'
 
 # Types and tests run side by side: some tests wait for processes that they start.
 test: $(READY) lint  ## lint, types, tests

@@ -693,7 +693,7 @@ def test_the_demonstration_compares_three_methods_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Recipe(limit=300, model="mlp", width=32, members=2, epochs=Epochs(2, 1, 2, 2), batch_size=32)
-    monkeypatch.setitem(recipes.RECIPES, "digits", small)
+    monkeypatch.setitem(recipes.RECIPES, "digits-resnet", small)
     monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     monkeypatch.chdir(tmp_path)
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()

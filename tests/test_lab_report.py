@@ -27,7 +27,7 @@ from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import AT_ONCE, render, summary, write_report
 from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import training
-from plures.lab.runs.config import Made, describe, train_command
+from plures.lab.runs.config import Made, describe, train_command, train_words
 from plures.lab.runs.folder import RECORD, RunFolder
 from plures.lab.runs.open import data_for, ensemble_for, network_for, open_run
 from plures.lab.training.train import train
@@ -290,6 +290,15 @@ def test_a_recipe_as_it_is_needs_no_options(tmp_path: Path) -> None:
     network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
     config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no", Made("mc-dropout"))
     assert train_command(config, Path("runs/x")) == "plures train digits --method mc-dropout --run runs/x"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_command_trains_members_together_or_not(together: bool, tmp_path: Path) -> None:
+    recipe = replace(get_recipe("digits"), together=together)
+    words = train_words(recipe.as_json(), "orthogonal-dropout", (), tmp_path / "run", "digits")
+    command = parse(words)
+    assert isinstance(command, Train)
+    assert command.settings.together is together
 
 
 def test_the_page_tells_versions_fingerprints_and_commands(html: str, runs: Path) -> None:

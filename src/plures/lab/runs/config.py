@@ -166,7 +166,7 @@ def flat_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _option(key: str, value: Any) -> list[str]:
     name = "--" + key.replace("_", "-")
-    if isinstance(value, bool):
+    if isinstance(value, bool) and key != "together":  # which may also be None, so it takes a word
         return [name if value else name.replace("--", "--no-", 1)]
     return [name, *map(str, value)] if isinstance(value, list) else [name, str(value)]
 
