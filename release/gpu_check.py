@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import plures
-from benchmarks.harness import images, prediction, race, training_step
+from benchmarks.harness import prediction, race, training_step
 from plures.lab.costs import machine
 from plures.lab.models import resnet8, resnet18
 from plures.lab.recipes import get_recipe
@@ -46,6 +46,12 @@ def command(*words: str, **environment: str) -> dict[str, Any]:
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     last = lines[-1] if lines else done.stderr[-2000:]
     return {"passed": done.returncode == 0, "last line": last, "failed": failed}
+
+
+def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random images and labels."""
+    inputs = torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return inputs, torch.arange(count) % 10
 
 
 def tests_without_numbers(_: torch.device) -> dict[str, Any]:
