@@ -208,13 +208,10 @@ def _cut(weight: Tensor, owners: NDArray[np.uint8], member: int) -> Tensor:
     return part
 
 
-_MASKED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
-
-
 def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, str]) -> None:
     """Put masks on the named weights of a network, whose `places` are `at`; tied weights stay tied and get one mask.
 
-    Torch makes a class for every layer that it parametrizes. Layers of one kind get one class here: to the compiler all
+    Torch makes a class for every layer that it parametrizes. Layers of one kind share one here: to the compiler all
     stages then look alike, and it compiles a few of them instead of all.
     """
     for place, first in at.items():
@@ -223,8 +220,12 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
             layer = network.get_submodule(path)
             parametrize.register_parametrization(layer, attribute, masks[first], unsafe=True)
     for layer in network.modules():
-        if _chains(layer) and all(map(_is_mask, _chains(layer).values())):
-            layer.__class__ = _masked_class(type(layer).__mro__[1], tuple(_chains(layer)))
+        if any(map(_is_mask, _chains(layer).values())):
+            kind = type(layer).__mro__[1], tuple(_chains(layer))
+            layer.__class__ = _CLASSES.setdefault(kind, type(layer))
+
+
+_CLASSES: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
 
 
 def _chains(layer: nn.Module) -> nn.ModuleDict:
@@ -234,20 +235,6 @@ def _chains(layer: nn.Module) -> nn.ModuleDict:
 
 def _is_mask(chain: nn.Module) -> bool:
     return isinstance(chain.get_submodule("0"), MASKS)
-
-
-def _masked_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
-    if (base, attributes) not in _MASKED:
-        members = {attribute: _masked_tensor(attribute) for attribute in attributes}
-        _MASKED[base, attributes] = type(f"Masked{base.__name__}", (base,), members)
-    return _MASKED[base, attributes]
-
-
-def _masked_tensor(attribute: str) -> property:
-    def masked(layer: nn.Module) -> Any:
-        return layer.parametrizations[attribute]()  # type: ignore[index, operator]
-
-    return property(masked)
 
 
 def mask_of(network: nn.Module, name: str) -> nn.Module:
