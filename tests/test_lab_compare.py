@@ -1,6 +1,5 @@
 """Comparisons: what is run, what is skipped, what stands in the tables."""
 
-import csv
 import json
 import re
 from dataclasses import replace
@@ -20,7 +19,7 @@ from plures.lab.compare import Comparison, Job, Variant, variants
 from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs
 from plures.lab.compare.rows import rows_of
-from plures.lab.compare.table import as_csv, columns, markdown
+from plures.lab.compare.table import columns, markdown
 from plures.lab.costs import relative
 from plures.lab.data import DataSplit
 from plures.lab.evaluation import evaluate as evaluation
@@ -66,15 +65,13 @@ def test_compare_writes_what_the_runs_measured_and_makes_none_again(
         assert row["metrics"]["nll"]["deviation"] == pytest.approx(abs(nll[0] - nll[1]) / 2**0.5)
     sizes = [row["costs"]["size"] for row in results["rows"]]
     assert (sizes[0], sizes[2]) == (1, pytest.approx(2, rel=0.02))
-    with (runs / "digits/results.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [(line["method"], line["seed"]) for line in lines] == [(method, seed) for method in METHODS for seed in "01"]
+    assert [row["seeds"] for row in results["rows"]] == [[0, 1]] * len(METHODS)
     assert "plures compare digits" in (runs / "digits/results.md").read_text()
 
     assert main([*words, "--json", "--out", str(tmp_path / "tables")]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == results["rows"]
     assert {path.name for path in (tmp_path / "tables").iterdir()} == {
-        f"compare-digits.{suffix}" for suffix in ("md", "csv", "json")
+        f"compare-digits.{suffix}" for suffix in ("md", "json")
     }
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("ensemble.safetensors")} == before
 
@@ -255,7 +252,6 @@ def test_the_best_efficient_row_is_bold_and_a_deep_ensemble_is_not_efficient(fin
             assert all(sign * column.value(best) <= sign * column.value(row) for row in rows if row.efficient)  # type: ignore[operator]
     judged = [column for column in columns(rows) if column.better is not None]
     assert markdown(rows, {}).count("**") == 2 * len(judged)
-    assert len(as_csv(rows).splitlines()) == 1 + 6
 
 
 def test_training_cost_counts_every_stage(finished: tuple[Comparison, Path]) -> None:

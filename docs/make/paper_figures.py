@@ -4,7 +4,7 @@
 
 figure1 is the accuracy of each member, figure2 quality against the number of members, figure3 the same with MIMO. Runs
 are those of `plures reproduce` and `plures compare`, in RUNS/RECIPE/METHOD/seed-N; missing ones are trained. Figures
-are written to OUT as PDF, PNG and SVG, and the tables of their runs as Markdown, CSV and JSON.
+are written to OUT as PDF, PNG and SVG, and the tables of their runs as Markdown and JSON.
 """
 
 import argparse

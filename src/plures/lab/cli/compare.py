@@ -56,8 +56,8 @@ class Compare(Command):
       Missing runs are trained, finished runs are skipped, and interrupted
       runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each is a process of
       `plures train` with one core or GPU, and prints to output.txt there. The
-      table is written to RUNS/RECIPE as results.md, results.csv and
-      results.json, or to OUT as compare-RECIPE. Settings of the recipe can be
+      table is written to RUNS/RECIPE as results.md and results.json, or to
+      OUT as compare-RECIPE. Settings of the recipe can be
       overridden as in `plures train`; methods that train for more epochs
       still do. The table has only the methods of this command; `plures report
       RUNS/RECIPE` shows all finished runs.
@@ -139,7 +139,7 @@ class Reproduce(Command):
 
     Files:
       Runs are in RUNS/RECIPE/METHOD/seed-N. Tables and `plures compare`
-      share them. Tables are written to OUT as Markdown, CSV and JSON.
+      share them. Tables are written to OUT as Markdown and JSON.
     """
 
     target: Annotated[Positional[str], arg(metavar="TARGET")]

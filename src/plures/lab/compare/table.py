@@ -1,7 +1,5 @@
-"""The table of a comparison: on the terminal, as Markdown, CSV and JSON."""
+"""The table of a comparison: on the terminal, as Markdown and JSON."""
 
-import csv
-import io
 import json
 import shlex
 import sys
@@ -21,7 +19,7 @@ from plures.lab.compare.rows import EFFICIENT, Row
 from plures.lab.costs import machine
 from plures.progress import duration
 
-# What the CSV and the JSON file hold of each run. The table shows `columns`.
+# What the JSON file holds of each run. The table shows `columns`.
 FILED = (
     *("accuracy", "nll", "ece", "brier", "calibrated_nll", "temperature", "aurc", "mean_member_accuracy", "agreement"),
     *("seconds", "calibrated_ece", "shift_accuracy", "shift_nll", "shift_ece", "ood_auroc", "ood_fpr95"),
@@ -109,9 +107,9 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def write(stem: Path, rows: Sequence[Row], about: Mapping[str, str]) -> list[Path]:
-    """Write STEM.json, STEM.md and STEM.csv, and return their paths."""
+    """Write STEM.json and STEM.md, and return their paths."""
     document = json.dumps(as_json(rows, about), indent=2, allow_nan=False) + "\n"
-    contents = {f"{stem}.json": document, f"{stem}.md": markdown(rows, about), f"{stem}.csv": as_csv(rows)}
+    contents = {f"{stem}.json": document, f"{stem}.md": markdown(rows, about)}
     for path, text in contents.items():
         files.write(Path(path), text.encode())
     return [Path(path) for path in contents]
@@ -175,19 +173,6 @@ def about(rows: Sequence[Row]) -> dict[str, str]:
         **({"predicted by the engine": "; ".join(engines)} if engines else {}),
         "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
     }
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """Write one line per run, with every digit."""
-    text = io.StringIO()
-    fields = ["method", "seed", *FILED, "size", "prediction", "training_epochs", "failure"]
-    writer = csv.DictWriter(text, fields, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        costs = {**asdict(row.costs), "training_epochs": row.costs.epochs} if row.costs else {}
-        writer.writerows({**run.metrics, **costs, "method": row.name, "seed": run.seed} for run in row.runs)
-        writer.writerows({"method": row.name, "failure": failure} for failure in row.failures)
-    return text.getvalue()
 
 
 def show(title: str, rows: Sequence[Row], *more: str) -> None:
