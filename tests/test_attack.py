@@ -57,7 +57,7 @@ def test_bad_inputs_end_with_one_sentence(tmp_path, template) -> None:
     assert all(tally.counts["refused"] for tally in found.values())
 
 
-def test_bad_folders_of_the_hub_are_refused_with_one_sentence(tmp_path, template) -> None:
+def test_bad_run_folders_are_refused_with_one_sentence(tmp_path, template) -> None:
     furnish(tmp_path, template)
     with workshop(tmp_path):
         assert judged(Folders("", 24, template, shop=tmp_path), 24).bad == []

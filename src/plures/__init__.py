@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from plures.answers import Prediction, Regression
     from plures.ensemble import Ensemble
     from plures.exporting.exported import export
-    from plures.lab.sharing import from_hub as from_hub
-    from plures.lab.sharing import push_to_hub as push_to_hub
     from plures.losses import CrossEntropy, GaussianNLL
     from plures.methods.batch_ensemble import BatchEnsemble
     from plures.methods.deep_ensemble import DeepEnsemble
@@ -41,7 +39,6 @@ _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
     "plures.ensemble": ("Ensemble",),
     "plures.exporting.exported": ("export",),
-    "plures.lab.sharing": ("from_hub", "push_to_hub"),  # need the extra [lab]
     "plures.losses": ("CrossEntropy", "GaussianNLL"),
     "plures.methods.orthogonal_dropout.doors": ("adapt", "split"),
     "plures.methods.orthogonal_dropout.engines.engine": ("Engine",),
@@ -81,24 +78,15 @@ __all__ = [
 ]
 
 
-class _MissingExtraError(PluresError, AttributeError):
-    """Also an AttributeError, so that `hasattr` and tools that list names keep working."""
-
-
 def __getattr__(name: str) -> Any:
     if name in ("guarantees", "metrics"):
         return import_module(f"plures.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'plures' has no attribute {name!r}")
-    try:
-        value = getattr(import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if not _HOMES[name].startswith("plures.lab"):
-            raise
-        raise _MissingExtraError(f"plures.{name} needs {error.name}: pip install 'plures[lab]'") from error
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "from_hub", "push_to_hub"]
+    return list(__all__)

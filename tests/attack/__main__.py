@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=10_000, help="damaged files, and as many malicious ones")
     parser.add_argument("--networks", type=int, default=500, help="random networks whose engines are compared")
     parser.add_argument("--predictions", type=int, default=500, help="in each of 8 threads, for each method and engine")
-    parser.add_argument("--inputs", type=int, default=1_000, help="bad inputs to each command, and folders of the hub")
+    parser.add_argument("--inputs", type=int, default=1_000, help="bad inputs to each command, and run folders")
     parser.add_argument("--first", type=int, default=0, help="the first of these: 9999 repeats the last file")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other files and inputs")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")

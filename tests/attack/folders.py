@@ -1,4 +1,4 @@
-"""Folders from the hub, whose author means ill or whose disk failed: read and published again."""
+"""Run folders whose author means ill or whose disk failed, opened as those from the hub are."""
 
 import contextlib
 import io
@@ -13,28 +13,31 @@ import plures
 from attack.commands import Commands, break_folder
 from attack.driver import Verdict
 from attack.subjects import check_sentence
+from plures.lab.compare.rows import Finished
+from plures.lab.runs.open import open_run
 
 ODD = ["model.pkl", "weights.PT", "\x1b[31m.bin", "a\nb.npz", "deep/er/x.pickle"]
 
 
 @dataclass
 class Folders(Commands):
-    """Published folders, damaged, for plures.from_hub and plures.push_to_hub."""
+    """Run folders, damaged, for `open_run` and the tables of comparisons."""
 
     @property
     def name(self) -> str:
         """Name the part of the attack."""
-        return "hub folders"
+        return "run folders"
 
     def judge(self, index: int) -> list[Verdict]:
-        """Damage a folder, load it and publish it."""
+        """Damage a folder, and open it."""
         chance = Random(f"{self.seed}/{self.name}/{index}")
-        folder, out = self.shop / "damaged", self.shop / "out"
+        folder = self.shop / "damaged"
         shutil.copytree(self.shop / "run", folder)
         sure = self._damage(folder, chance)
         try:
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-                found = plures.from_hub(folder) if index % 2 else plures.push_to_hub(folder, out)
+                found = open_run(folder)
+                Finished.read(folder)
             verdict = Verdict("silent", f"it was taken: {found!r:.200}") if sure else Verdict("harmless")
         except plures.PluresError as error:
             verdict = Verdict("refused")
@@ -44,11 +47,10 @@ class Folders(Commands):
                 verdict = Verdict("silent", str(fault))
         except Exception:
             verdict = Verdict("raw", traceback.format_exc(limit=-4))
-        for made in (folder, out):
-            if made.is_symlink() or made.is_file():
-                made.unlink()
-            else:
-                shutil.rmtree(made, ignore_errors=True)
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         return [verdict]
 
     def _damage(self, folder: Path, chance: Random) -> bool:
@@ -62,4 +64,4 @@ class Folders(Commands):
             (folder / "loop").symlink_to(folder)
             os.mkfifo(folder / "pipe")
             return False
-        return break_folder(folder, "hub", chance)
+        return break_folder(folder, "folders", chance)
