@@ -16,10 +16,8 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from plures import PluresError
 from plures.guarantees import (
     adaptive_scores,
-    ambiguity_scores,
     held_out_for_coverage,
     held_out_for_risk,
-    of_targets,
     quantile,
     risk_bound,
     select,
@@ -33,6 +31,15 @@ def classified(seed: int, samples: int, classes: int = 6, signal: float = 1.4) -
     logits = 1.5 * (rng.normal(size=(samples, classes)) + signal * np.eye(classes)[targets])
     exponentials = np.exp(logits - logits.max(1, keepdims=True))
     return exponentials / exponentials.sum(1, keepdims=True), targets
+
+
+def ambiguity_scores(probabilities: np.ndarray) -> torch.Tensor:
+    """What `Prediction.sets` compares by default."""
+    return 1 - torch.from_numpy(probabilities)
+
+
+def of_targets(scores: torch.Tensor, targets: np.ndarray) -> torch.Tensor:
+    return scores.gather(1, torch.from_numpy(targets)[:, None]).squeeze(1)
 
 
 class Fixed(ClassifierMixin, BaseEstimator):

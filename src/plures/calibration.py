@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plures.arrays import labelled, numbers, soften
 from plures.errors import PluresError
-from plures.guarantees import Selection, adaptive_scores, ambiguity_scores, of_targets, quantile, select
+from plures.guarantees import Selection, adaptive_scores, quantile, select
 from plures.metrics import nll, temperature, tempered
 
 
@@ -64,7 +64,7 @@ class ClassCalibration:
             temperature,
             torch.tensor([nll(plain, labels), after], dtype=torch.float64),
             plain.gather(1, labels[:, None]).squeeze(1)[some],
-            of_targets(adaptive_scores(plain), labels)[some],
+            adaptive_scores(plain).gather(1, labels[:, None]).squeeze(1)[some],
             rank[some],
             plain.amax(1)[some],
         )
@@ -82,7 +82,7 @@ class ClassCalibration:
         """Return the classes in each sample's set, [batch, classes] of booleans, from uncalibrated probabilities."""
         self._need_samples("sets of classes")
         if not adaptive:
-            return ambiguity_scores(probabilities) <= quantile(1 - self.probability.double(), coverage)
+            return 1 - probabilities.double() <= quantile(1 - self.probability.double(), coverage)
         return adaptive_scores(probabilities) <= quantile(self.before, coverage).to(probabilities.device)
 
     def selection(self, risk: float, delta: float) -> Selection:

@@ -14,6 +14,8 @@ from plures.arrays import Array, distributions, numbers, tensor
 from plures.checks import number
 from plures.errors import PluresError
 
+ROUNDING = 1e-9  # 0.9 * 10 is 9, whatever floating point makes of it
+
 
 class Selection(NamedTuple):
     """A confidence threshold, and the guarantee for the samples that reach it.
@@ -55,22 +57,7 @@ def held_out_for_coverage(coverage: float) -> int:
     >>> held_out_for_coverage(0.99)
     99
     """
-    count = max(1, math.floor(coverage / (1 - coverage)) - 1)
-    while _rank(count, coverage) > count:
-        count += 1
-    return count
-
-
-def ambiguity_scores(probabilities: Array) -> Tensor:
-    """Score every class by how improbable it is; sets from this score are the smallest on average.
-
-    >>> ambiguity_scores(torch.tensor([[0.75, 0.25]]))
-    tensor([[0.2500, 0.7500]], dtype=torch.float64)
-
-    The least ambiguous set-valued classifiers of Sadinle, Lei and Wasserman (2019). If the classifier is right more
-    often than the coverage, the least confident samples get an empty set.
-    """
-    return 1 - distributions("probabilities", probabilities, rank=2).double()
+    return max(1, math.ceil((coverage - ROUNDING) / (1 - coverage)))
 
 
 def adaptive_scores(probabilities: Array) -> Tensor:
@@ -86,16 +73,6 @@ def adaptive_scores(probabilities: Array) -> Tensor:
     ordered, classes = values.sort(dim=1, descending=True, stable=True)
     before = ordered.cumsum(dim=1) - ordered
     return torch.empty_like(values).scatter_(1, classes, before.clamp_min(0))
-
-
-def of_targets(scores: Tensor, targets: Array) -> Tensor:
-    """Return the score of the true class of each held-out sample.
-
-    >>> of_targets(torch.tensor([[0.2, 0.8]]), torch.tensor([1]))
-    tensor([0.8000])
-    """
-    labels = tensor("targets", targets, rank=1).to(scores.device).long()
-    return scores.gather(1, labels[:, None]).squeeze(1)
 
 
 def risk_bound(errors: int, answered: int, delta: float) -> float:
@@ -180,7 +157,7 @@ def held_out_for_risk(risk: float, delta: float = 0.05) -> int:
 
 def _rank(count: int, coverage: float) -> int:
     number("coverage", coverage, "a number between 0 and 1", above=0, below=1)
-    return max(1, math.ceil((count + 1) * coverage - 1e-9))  # 0.9 * 10 is 9, whatever floating point makes of it
+    return max(1, math.ceil((count + 1) * coverage - ROUNDING))
 
 
 def _all_right(risk: float, delta: float) -> int:

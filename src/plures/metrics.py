@@ -3,7 +3,6 @@
 All functions take torch tensors or numpy arrays. Metrics are summed in float64 and returned as floats; `entropy`,
 `uncertainty` and `tempered` keep device and dtype, except that half precision becomes float32. Instead of probabilities
 [samples, classes], those of segmentation or tokens, [samples, classes, ...] with targets [samples, ...], work as well.
-In regression, means, standard deviations and targets are [samples] or [samples, outputs].
 """
 
 import math
@@ -54,24 +53,10 @@ def brier(probabilities: Array, targets: Array) -> float:
     return float(values.double().scatter_add(1, labels[:, None], -one).square().sum(dim=1).mean())
 
 
-@dataclass(frozen=True, eq=False)
-class RiskCoverage:
-    """The error rate of the most confident samples, for every number of them.
+def risk_coverage(probabilities: Array, targets: Array) -> Tensor:
+    """Return the risk-coverage curve: entry i is the error rate of the i + 1 most confident samples.
 
-        curve = risk_coverage(probabilities, targets)
-        plot(curve.coverage, curve.risk)
-
-    Entry i is about the i + 1 most confident samples: their share of all samples, and their error rate.
-    """
-
-    coverage: Tensor
-    risk: Tensor
-
-
-def risk_coverage(probabilities: Array, targets: Array) -> RiskCoverage:
-    """Return the risk-coverage curve: the error rate if only the most confident samples are predicted.
-
-    >>> risk_coverage(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0])).risk
+    >>> risk_coverage(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
     tensor([0.0000, 0.5000], dtype=torch.float64)
 
     Equally confident samples each count with the mean error of their group, so the order of samples has no effect.
@@ -81,8 +66,8 @@ def risk_coverage(probabilities: Array, targets: Array) -> RiskCoverage:
     _, group, count = torch.unique(values.amax(dim=1), return_inverse=True, return_counts=True)
     error = torch.bincount(group, weights=wrong) / count
     answered = torch.arange(1, len(wrong) + 1, dtype=torch.float64)
-    risk = error.flip(0).repeat_interleave(count.flip(0)).cumsum(0) / answered
-    return RiskCoverage(answered / len(wrong), risk)
+    risk: Tensor = error.flip(0).repeat_interleave(count.flip(0)).cumsum(0) / answered
+    return risk
 
 
 def aurc(probabilities: Array, targets: Array) -> float:
@@ -91,7 +76,7 @@ def aurc(probabilities: Array, targets: Array) -> float:
     >>> aurc(torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([0, 0]))
     0.25
     """
-    return float(risk_coverage(probabilities, targets).risk.mean())
+    return float(risk_coverage(probabilities, targets).mean())
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,37 +273,3 @@ def agreement(members: Array, targets: Array) -> float:
     votes = right.sum(dim=0)
     split = float((votes * (size - votes)).sum()) / size
     return 1 - split / (samples * (size - 1) * mean * (1 - mean))
-
-
-def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
-    """Return the negative log-likelihood of the targets under one normal distribution each, in nats.
-
-    >>> round(gaussian_nll(torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0])), 4)
-    0.9189
-
-    If `mean` and `std` have a further axis in front, [members, samples, ...], it is that of the mixture of the members'
-    distributions, which is never above the mean of the members' own.
-    """
-    given, true = numbers("mean", mean, rank=None), numbers("targets", targets, rank=None)
-    mixture = given.shape[1:] == true.shape
-    found, spreads, true = _alike(mean=given, std=std, targets=true.expand_as(given) if mixture else true)
-    if not mixture:
-        found, spreads, true = found[None], spreads[None], true[None]
-    lowest = float(spreads.min())
-    if lowest <= 0:
-        raise PluresError(f"std has the entry {lowest:.4g}: a likelihood needs standard deviations above 0.")
-    normal = torch.distributions.Normal(found, spreads, validate_args=False)
-    density = normal.log_prob(true)  # type: ignore[no-untyped-call]
-    return float(-(density.logsumexp(dim=0) - math.log(len(found))).mean())
-
-
-def _alike(**arrays: Array) -> list[Tensor]:
-    """Check numbers of one shape, as float64 on the CPU."""
-    checked = {name: numbers(name, values, rank=None).detach().cpu().double() for name, values in arrays.items()}
-    (first, like), *others = checked.items()
-    for name, values in others:
-        if values.shape != like.shape:
-            raise PluresError(
-                f"{name} of shape {tuple(values.shape)} must have the shape of {first}, {tuple(like.shape)}."
-            )
-    return list(checked.values())

@@ -100,11 +100,11 @@ def as_metrics(found: Trust) -> dict[str, float]:
 
 def at_home(members: Tensor, targets: Tensor) -> Trust:
     """Measure on the test images as they are, also when the ensemble is silent if it is unsure."""
-    curve = metrics.risk_coverage(members.mean(0), targets)
+    risk = metrics.risk_coverage(members.mean(0), targets)
     places = np.unique(np.linspace(0, len(targets) - 1, POINTS).round().astype(int))
     return {
         "home": scores(members, targets),
-        "risk_coverage": {"coverage": curve.coverage[places].tolist(), "risk": curve.risk[places].tolist()},
+        "risk_coverage": {"coverage": ((places + 1) / len(risk)).tolist(), "risk": risk[places].tolist()},
     }
 
 
