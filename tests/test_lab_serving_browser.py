@@ -93,6 +93,16 @@ def test_it_says_that_it_does_not_know_and_why_a_file_has_no_answer(browser, pag
     assert "text.png is damaged or not an image" in cards(browser, 2)[0]
 
 
+def test_it_tells_what_it_knows_before_the_first_image_and_has_an_example(browser, page):
+    browser.get(page)
+    knows = browser.find_element(By.ID, "knows").text
+    assert knows.startswith("It tells 10 classes apart: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9. 3 members vote")
+    assert "Its confidence was" in knows
+    browser.find_element(By.ID, "example").click()
+    (answer,) = cards(browser, 1)
+    assert "a drawn 3" in answer
+
+
 def test_nothing_is_loaded_from_elsewhere(browser, page):
     browser.get(page)
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")

@@ -2,6 +2,7 @@
 
 import asyncio
 import html
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,7 +20,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.requests import ClientDisconnect
 
 from plures.answers import Prediction
-from plures.calibration import NumberCalibration
+from plures.calibration import ClassCalibration, NumberCalibration
 from plures.errors import PluresError, visible
 from plures.lab.data.images import TooLarge
 from plures.lab.evaluation.evaluate import device_of
@@ -31,6 +32,7 @@ from plures.version import __version__
 
 DECODERS = 2  # images decoded at once: each may need hundreds of megabytes for a moment
 MOST_CONNECTIONS = 128
+SHOWN = 20  # names of classes on the page
 SECONDS_TO_END = 30  # for running requests when the server is stopped
 # The page contains everything it needs; nothing else may be loaded, whatever a file name or class name contains.
 POLICY = (
@@ -201,10 +203,23 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> str:
-        title = html.escape(f"{run.info.name}: {run.method}")
-        return files("plures.lab.serving").joinpath("page.html").read_text("utf-8").replace("{{title}}", title)
+        made = files("plures.lab.serving").joinpath("page.html").read_text("utf-8")
+        words = {"title": f"{run.info.name}: {run.method}", "knows": knows(run), "size": str(run.info.size)}
+        return re.sub(r"{{(\w+)}}", lambda found: html.escape(visible(words[found[1]])), made)
 
     return app
+
+
+def knows(run: Run) -> str:
+    """Describe what the model of a run can tell: its classes, who votes, and what its confidence is worth."""
+    classes, members, calibration = run.info.classes, run.ensemble.members, run.ensemble.calibration
+    named = ", ".join(classes[:SHOWN]) + (f" and {len(classes) - SHOWN} more" if len(classes) > SHOWN else "")
+    voters = f"{members} members vote, and their mean is the answer. " if members > 1 else ""
+    samples = len(calibration.probability) if isinstance(calibration, ClassCalibration) else 0
+    worth = (
+        f"Its confidence was fitted on {samples} held-out images" if samples else "Its confidence was not calibrated"
+    )
+    return f"It tells {len(classes)} classes apart: {named}. {voters}{worth}."
 
 
 def server_for(run: Run, host: str, port: int, limits: Limits) -> uvicorn.Server:
