@@ -24,7 +24,7 @@ from plures.lab.compare.rows import Finished, rows_of
 from plures.lab.compare.table import columns
 from plures.lab.method_names import LOOKS, METHOD_NAMES, looks_of, method_class, takes
 from plures.lab.recipes import Epochs, get_recipe
-from plures.lab.report import AT_ONCE, render, summary, write_report
+from plures.lab.report import AT_ONCE, render, shortened, summary, write_report
 from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import training
 from plures.lab.runs.config import Made, describe, train_command, train_words
@@ -290,6 +290,20 @@ def test_a_recipe_as_it_is_needs_no_options(tmp_path: Path) -> None:
     network = network_for(recipe, len(data.info.classes), data.info.channels, data.info.size)
     config = describe(ensemble_for(recipe, "mc-dropout", [], network), data, recipe, "no", Made("mc-dropout"))
     assert train_command(config, Path("runs/x")) == "plures train digits --method mc-dropout --run runs/x"
+
+
+def test_long_names_become_short_labels_with_a_legend(details: list[Detail], runs: Path) -> None:
+    long = "orthogonal-dropout epochs.pretrain=12 epochs.prune=2 epochs.finetune=12"
+    names = shortened(["deep-ensemble", long, f"{long} x", "mc-dropout passes=12"])
+    assert list(names.values()) == [
+        "deep-ensemble",
+        "orthogonal-dropout A",
+        "orthogonal-dropout B",
+        "mc-dropout passes=12",
+    ]
+    assert len({*shortened([f"{long} {number}" for number in range(60)]).values()}) == 60
+    page = render(rows_of([runs]), details, "plures report runs", {"orthogonal-dropout A": long})
+    assert f"<b>orthogonal-dropout A</b>: {long}" in page
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -1,7 +1,9 @@
 """One HTML page that shows the rows of a comparison: `plures report`."""
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from plures.lab.report.gather import Detail, gather
 from plures.lab.report.sections import panels
 from plures.lab.terminal import figure, percent
 
+LONGEST = 32  # characters of a name that a table of a page has room for
 AT_ONCE = 9  # charts of a section that are shown at first
 
 
@@ -31,18 +34,37 @@ def write_report(
     progress.
     """
     rows = sorted((row for row in rows if row.runs), key=lambda row: place_of(row.name))
+    names = shortened([row.name for row in rows])
+    rows = [replace(row, name=names[row.name]) for row in rows]
     looks = looks_of(row.name for row in rows)
     details = []
     for number, row in enumerate(rows, 1):
         words = f"{number} of {len(rows)}: {row.name} predicts the {row.runs[0].metrics['images']:,} test images"
         print(visible(words), file=sys.stderr, flush=True)
         details.append(gather(row, data_dir, looks[row.name], trust_code=trust_code))
-    files.write(out, render(rows, details, command).encode())
+    legend = {short: name for name, short in names.items() if short != name}
+    files.write(out, render(rows, details, command, legend).encode())
     return out
 
 
-def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
-    """Return the page of some rows, with the details of their first runs."""
+def shortened(names: Sequence[str]) -> dict[str, str]:
+    """Return a label for each name: a long one keeps its method and gets a letter, which a legend explains."""
+    numbers = itertools.count()
+    return {
+        name: name if len(name) <= LONGEST else f"{name.partition(' ')[0]} {_letters(next(numbers))}" for name in names
+    }
+
+
+def _letters(number: int) -> str:
+    """Return A to Z, then AA and so on."""
+    first, last = divmod(number, 26)
+    return (_letters(first - 1) if first else "") + chr(ord("A") + last)
+
+
+def render(
+    rows: Sequence[Row], details: Sequence[Detail], command: str, legend: Mapping[str, str] | None = None
+) -> str:
+    """Return the page of some rows, with the details of their first runs and the meaning of shortened names."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -58,6 +80,7 @@ def render(rows: Sequence[Row], details: Sequence[Detail], command: str) -> str:
         title=f"{len(rows)} models compared on {data['name']}" if several else f"{rows[0].name} on {data['name']}",
         summary=summary(rows, details),
         rows=rows,
+        legend=legend or {},
         seeds=sorted({len(row.runs) for row in rows}),
         columns=columns(rows),
         best={column.title: column.stressed(rows) for column in columns(rows)},
