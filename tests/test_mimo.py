@@ -196,13 +196,19 @@ def frozen_stem():
 @pytest.mark.parametrize(
     ("make_network", "sentence"),
     [
-        (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(8, 2)), "convolution of 2 groups"),
-        (lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2)), "it is a ConvTranspose2d"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 2, 3)), "it is a ConvTranspose2d"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, CLASSES)), "has no two layers that MIMO could widen"),
-        (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2)), "is parametrized"),
-        (tied_ends, "its weight is tied"),
-        (frozen_stem, "its weight is frozen"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(8, 2)),
+            "cannot widen '0', the first layer: it must be a Linear",
+        ),
+        (lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2)), "cannot widen '0'"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 2, 3)), "cannot widen '1', the last layer"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, CLASSES)), "'1' cannot be the first and the last layer"),
+        (
+            lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2)),
+            "not frozen, tied or parametrized",
+        ),
+        (tied_ends, "cannot widen '0'"),
+        (frozen_stem, "cannot widen 'stem'"),
     ],
 )
 def test_a_network_that_cannot_be_widened_is_refused_at_once(make_network, sentence):

@@ -233,12 +233,6 @@ def frozen():
     return network
 
 
-def empty(inputs, outputs):
-    """A layer of zero width: torch warns that it has nothing to draw."""
-    with pytest.warns(UserWarning, match="no-op"):
-        return nn.Linear(inputs, outputs)
-
-
 def normalised(network):
     nn.utils.parametrizations.weight_norm(network[3])
     return network
@@ -262,8 +256,6 @@ def normalised(network):
         (frozen, {}, "Linear '3' is frozen"),
         (lambda: normalised(networks.mlp()), {}, "'3' has parameters"),
         (nn.ReLU, {}, "no Linear or convolution"),
-        (lambda: nn.Sequential(empty(9, 0), empty(0, 4)), {}, "Linear '0' has no weights"),
-        (lambda: nn.Sequential(empty(0, 8), nn.Linear(8, 4)), {}, "Linear '0' has no weights"),
         (dict, {}, "must be an nn.Module"),
     ],
 )

@@ -127,17 +127,7 @@ class Prediction:
         confidence, label = probabilities.max(1)
         if abstain_below is not None:
             label = torch.where(confidence < abstain_below, ABSTAINED, label)
-        total, aleatoric, epistemic = doubt(members, axis=2)
-        return cls(
-            probabilities=probabilities,
-            label=label,
-            confidence=confidence,
-            members=members,
-            total=total,
-            aleatoric=aleatoric,
-            epistemic=epistemic,
-            calibration=calibration,
-        )
+        return cls(probabilities, label, confidence, members, *doubt(members, axis=2), calibration)
 
     def _calibrated(self, asked: str) -> ClassCalibration:
         if self.calibration is None:

@@ -276,8 +276,9 @@ def started(network: nn.Module, init: Init, seed: int, member: int = 0) -> nn.Mo
     return result
 
 
-def ends(known: Mapping[str, Layer], first: str | None, last: str | None) -> tuple[str, str]:
+def ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str, str]:
     """Return the names of the layers that take the input and return the logits: the first, and the last Linear."""
+    known = layers_of(network)
     linear = [name for name, layer in known.items() if isinstance(layer, nn.Linear)]
     first = next(iter(known)) if first is None else first
     last = (linear or list(known))[-1] if last is None else last

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plures.checks import check_members, nearest
+from plures.checks import check_members, unknown
 from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods import building
@@ -98,8 +98,6 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
 
     Each mask is drawn from about `scale` times as many positions as it has ones, until exactly `channels` are used.
     """
-    if channels < 1:
-        raise PluresError("a layer without inputs has nothing to mask: leave it out with layers=[...]")
     expected = scale * (1 - (1 - 1 / scale) ** members)  # positions in use for each one in a mask
     ones = max(math.floor(channels / expected), math.ceil(channels / members))
     positions = _positions(channels, members, ones)
@@ -124,18 +122,12 @@ def _positions(channels: int, members: int, ones: int) -> int:
 
 def _chosen(network: nn.Module, given: Sequence[str] | None) -> list[str]:
     known = layers_of(network)
-    if given is None:
-        if len(known) == 1:
-            raise PluresError(
-                f"{type(network).__name__} has only one layer, and the input of the first layer is not masked: name it "
-                f"with layers={list(known)} if it should be"
-            )
-        return list(known)[1:]
-    for name in given:
+    names = list(known)[1:] if given is None else list(given)
+    for name in names:
         if name not in known:
-            raise PluresError(f"layers name {name!r}, which is not a Linear or convolution{nearest(name, known)}")
-    if not given or len(set(given)) < len(given):
+            raise unknown("Linear or convolution for layers=", name, known)
+    if not names or len(set(names)) < len(names):
         raise PluresError(
-            f"layers={list(given)} leave no layer to mask or name one twice: name each once, or leave it out"
+            f"layers={names} leave no layer to mask or name one twice: name some of {list(known)}, each once"
         )
-    return list(given)
+    return names

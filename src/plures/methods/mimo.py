@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from plures.calling import Arguments, arguments, logits_of
 from plures.checks import check_members, whole_number
@@ -15,7 +14,7 @@ from plures.losses import Loss, class_axis
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne, TogetherStage
 from plures.stage import Stage, Step, check_classes
-from plures.tensors import Layer, canonical, layers, moments, restart
+from plures.tensors import Layer, canonical, moments, restart
 
 
 class MIMO(ManyInOne):
@@ -139,35 +138,20 @@ def _one_tensor(inputs: Any) -> tuple[Tensor, str | None]:
 
 def _ends(network: nn.Module, first: str | None, last: str | None) -> tuple[str, str]:
     """Find the two layers to widen, and refuse those that cannot be."""
-    known = layers(network)
-    if len(known) < 2:
-        raise PluresError(
-            f"{type(network).__name__} has no two layers that MIMO could widen: a first Linear or convolution for the "
-            "inputs, and a last one for the classes"
-        )
-    first, last = building.ends(known, first, last)
-    for end, name in (("first", first), ("last", last)):
-        reason = _why_not(network, name, known[name])
-        if reason:
-            raise PluresError(f"MIMO cannot widen {name!r}, the {end} layer: {reason}; name another with {end}=...")
+    first, last = building.ends(network, first, last)
     if first == last:
         raise PluresError(f"{first!r} cannot be the first and the last layer; name two with first=... and last=...")
-    return first, last
-
-
-def _why_not(network: nn.Module, name: str, layer: Layer) -> str | None:
     names = canonical(network)
-    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return f"it is a {type(layer).__name__}"
-    if not isinstance(layer, nn.Linear) and layer.groups > 1:
-        return f"it is a convolution of {layer.groups} groups"
-    if parametrize.is_parametrized(layer) or f"{name}.weight" not in names:
-        return "its weight is parametrized"
-    if not layer.weight.requires_grad:
-        return "its weight is frozen"
-    if list(names.values()).count(names[f"{name}.weight"]) > 1:
-        return "its weight is tied to another layer's"
-    return None
+    for end, name in (("first", first), ("last", last)):
+        layer = network.get_submodule(name)
+        plain = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) and getattr(layer, "groups", 1) == 1
+        alone = list(names.values()).count(names.get(f"{name}.weight", "")) == 1  # neither tied nor parametrized
+        if not (plain and alone and layer.weight.requires_grad):
+            raise PluresError(
+                f"MIMO cannot widen {name!r}, the {end} layer: it must be a Linear or a convolution without groups, "
+                f"whose weight is not frozen, tied or parametrized; name another with {end}=..."
+            )
+    return first, last
 
 
 def _widened(network: nn.Module, members: int, first: str, last: str, init: Init, seed: int) -> nn.Module:

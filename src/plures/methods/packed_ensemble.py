@@ -137,7 +137,7 @@ class Packing:
         if alpha is not None:
             number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
         check_seed(seed)
-        self.first, self.last = building.ends(building.layers_of(network), first, last)
+        self.first, self.last = building.ends(network, first, last)
         refuse_unknown(network)
         self.members, self.seed = members, seed
         self.rows = Rows()
@@ -201,15 +201,6 @@ class Packing:
         outputs = outputs if name == self.last else self._width(name, outputs, groups)
         return inputs, outputs, inputs if depthwise else groups
 
-    def weight_shape(self, name: str, module: Layer) -> tuple[int, ...]:
-        """Return the shape of a layer's packed weight."""
-        inputs, outputs, groups = self._cut(name, module)
-        if isinstance(module, nn.Linear):
-            return (self.members, outputs, inputs)
-        if isinstance(module, Transposed):
-            return (self.members * inputs, outputs // groups, *module.kernel_size)
-        return (self.members * outputs, inputs // groups, *module.kernel_size)
-
     def _parameter(self, name: str, like: Tensor, shape: tuple[int, ...], gain: float = 1.0) -> nn.Parameter:
         """Draw a parameter afresh, or fill it with the values that the network starts from."""
         name = name.lstrip(".")  # of a network that is itself a layer
@@ -227,16 +218,20 @@ class Packing:
 
     def _resize_layer(self, name: str, module: nn.Linear | Convolution) -> None:
         inputs, outputs, groups = self._cut(name, module)
-        shape = self.weight_shape(name, module)
-        each = building.widths(module)[0] // (1 if isinstance(module, nn.Linear) else module.groups)
+        shape: tuple[int, ...]
+        biases: tuple[int, ...]
+        if isinstance(module, nn.Linear):
+            each, shape, biases = module.in_features, (self.members, outputs, inputs), (self.members, outputs)
+        else:
+            each, biases = module.in_channels // module.groups, (self.members * outputs,)
+            ends = (inputs, outputs // groups) if isinstance(module, Transposed) else (outputs, inputs // groups)
+            shape = (self.members * ends[0], ends[1], *module.kernel_size)
+            module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
+            module.groups = groups * self.members
         gain = math.sqrt(each / (inputs // groups))  # as large a sum from fewer inputs
         module.weight = self._parameter(f"{name}.weight", module.weight, shape, gain)
         if module.bias is not None:
-            shape = (self.members, outputs) if isinstance(module, nn.Linear) else (self.members * outputs,)
-            module.bias = self._parameter(f"{name}.bias", module.bias, shape, gain)
-        if isinstance(module, Convolution):
-            module.in_channels, module.out_channels = inputs * self.members, outputs * self.members
-            module.groups = groups * self.members
+            module.bias = self._parameter(f"{name}.bias", module.bias, biases, gain)
 
     def _resize_norm(self, name: str, module: _NormBase | nn.GroupNorm | nn.LayerNorm) -> None:
         shape: tuple[int, ...]
@@ -278,8 +273,6 @@ def refuse_unknown(network: nn.Module) -> None:
                 f"{where} has parameters that PackedEnsemble cannot narrow; it supports Linear, Conv1d to Conv3d, "
                 "their transposes, and batch, instance, group and layer norm"
             )
-        if not all(parameter.numel() for parameter in own):
-            raise PluresError(f"{where} has no weights, because its width is 0; PackedEnsemble needs at least 1")
         if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
             raise PluresError(f"{where} normalises over several axes; PackedEnsemble can only narrow one")
         if not all(parameter.requires_grad for parameter in own):
