@@ -173,6 +173,19 @@ def run(x: Tensor, lists: Lists, bias: Tensor, lanes: int) -> Tensor:
     return convolution(block(x, len(bias), lanes), None, *lists[:3], bias, (3, 3), (1, 1), (1, 1), *lists[3:], True)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("owned", ["kernels", "weights", "private"])
+def test_groups_and_weights_of_their_own_are_torchs(groups, owned):
+    members, shape = 3, (12, 6 // groups, 3, 3)
+    weight = torch.randn((members, *shape) if owned == "private" else shape, generator=generator(0))
+    owners = drawn_owners(shape if owned == "weights" else (*shape[:2], 1, 1), members, 0)
+    lists = kernel_lists(weight, None if owned == "private" else owners, [0, 1, 2], groups=groups)
+    x, bias = torch.randn(members * 4, 6, 5, 7, generator=generator(1)), torch.zeros(members, 12)
+    each = weight if owned == "private" else torch.stack([weight * (owners == m) for m in range(members)])
+    expected = [F.conv2d(part, one, None, 1, 1, 1, groups) for part, one in zip(x.chunk(3), each, strict=True)]
+    agrees(unblock(run(x, lists, bias, 1), 4), torch.cat(expected).relu())
+
+
 @pytest.mark.parametrize("pixels", [True, False])
 def test_bits_do_not_depend_on_threads(pixels):
     x, lists, bias = layer_of()

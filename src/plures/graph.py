@@ -164,9 +164,9 @@ def has_statistics(layer: nn.Module | None) -> bool:
     return isinstance(layer, _BatchNorm) and is_of_torch(layer) and layer.running_mean is not None
 
 
-def is_plain_convolution(layer: nn.Module) -> bool:
-    """Return whether a layer is a convolution of the kind that the native kernels know."""
-    whole = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.dilation == (1, 1)
+def is_plain_convolution(layer: nn.Module, grouped: bool = False) -> bool:
+    """Return whether a layer is a convolution of the kind that the native kernels know, in groups if they may be."""
+    whole = isinstance(layer, nn.Conv2d) and (grouped or layer.groups == 1) and layer.dilation == (1, 1)
     return whole and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 

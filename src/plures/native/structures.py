@@ -188,21 +188,36 @@ class Lists(NamedTuple):
     whole: bool
 
 
-def kernel_lists(weight: Tensor, owners: Tensor, members: list[int], scales: Tensor | None = None) -> Lists:
-    """List the kernels or single weights of a convolution, [outputs, inputs, height, width], that each member owns.
+def kernel_lists(
+    weight: Tensor, owners: Tensor | None, members: list[int], scales: Tensor | None = None, groups: int = 1
+) -> Lists:
+    """List the kernels or single weights of a convolution, [outputs, inputs / groups, height, width], that members own.
 
-    Owners have the shape of the weight, or [outputs, inputs, 1, 1] if a kernel has one owner. `scales`, [members,
-    outputs], are multiplied in.
+    Owners have the shape of the weight, or [outputs, inputs / groups, 1, 1] if a kernel has one owner; without them,
+    every member has a weight of its own, [members, outputs, ...]. `scales`, [members, outputs], are multiplied in.
     """
-    outputs, inputs, *kernel = weight.shape
-    taps = math.prod(kernel)
-    whole = owners.numel() == outputs * inputs
-    # Single weights need an input of their own each: this many channels stay in the first cache. Kernels do not.
-    most = MOST_PLACES if whole and taps > 1 else min(max(1, MOST_PLACES // taps), 32 if taps > 1 else 64)
+    if weight.dtype != torch.float32:
+        raise PluresError(f"the native library multiplies float32, not {weight.dtype}")
+    outputs, each, *kernel = weight.shape[-4:]
+    taps, inputs = math.prod(kernel), each * groups
+    whole = owners is None or owners.numel() == outputs * each
+    # What a group of channels is read from stays in the first cache.
+    most = min(max(1, MOST_PLACES // taps), 32 if taps > 1 and not whole else 64)
     places = 1 if whole else taps
-    entries = weight.reshape(1, outputs, inputs, places, -1)
-    mine = _mine(owners.reshape(outputs, inputs, places), members)
-    return _lists(entries, mine, scales, min(inputs, most), whole)
+    mine = torch.ones(len(members), outputs, each, 1, dtype=torch.bool)
+    mine = mine if owners is None else _mine(owners.reshape(outputs, each, places), members)
+    if groups > 1:  # an output sees the inputs of its group
+        seen = torch.arange(inputs) // each == torch.arange(outputs)[:, None] // (outputs // groups)
+        mine = mine.repeat(1, 1, groups, 1) & seen[..., None]
+    group = min(inputs, most)
+    order = in_order(mine, group)
+    rows = (order.output * each + order.channel % each) * places + order.places % places
+    if owners is None:
+        rows += order.member * (outputs * each)
+    values = weight.detach().cpu().reshape(-1, taps // places)[rows]
+    if scales is not None:
+        values = values * scales.detach().cpu()[order.member, order.output, None]
+    return Lists(order.starts, order.places.to(torch.int16), values.contiguous(), inputs, group, whole)
 
 
 class LinearWeights(NamedTuple):
@@ -249,21 +264,6 @@ def linear_lists(weight: Tensor, owners: Tensor | None, members: list[int]) -> L
 
 def _mine(owners: Tensor, members: list[int]) -> Tensor:
     return owners.cpu() == torch.tensor(members, dtype=owners.dtype).view(-1, *[1] * owners.dim())
-
-
-def _lists(entries: Tensor, mine: Tensor, scales: Tensor | None, group: int, whole: bool) -> Lists:
-    """List the entries, [members or 1, outputs, inputs, places, values], that each member has; drop the others."""
-    members, outputs, inputs, places = mine.shape
-    if entries.dtype != torch.float32:
-        raise PluresError(f"the native library multiplies float32, not {entries.dtype}")
-    order = in_order(mine, group)
-    rows = order.output * (inputs * places) + order.channel * places + order.places % places
-    if len(entries) > 1:
-        rows += order.member * (outputs * inputs * places)
-    values = entries.detach().cpu().reshape(-1, entries.shape[-1])[rows]
-    if scales is not None:
-        values = values * scales.detach().cpu().reshape(members, outputs, -1)[order.member, order.output]
-    return Lists(order.starts, order.places.to(torch.int16), values.contiguous(), inputs, group, whole)
 
 
 class InOrder(NamedTuple):

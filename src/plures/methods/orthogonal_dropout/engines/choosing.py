@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -120,8 +121,10 @@ def _cost(layer: nn.Module | None, owners: Tensor | None, weight: Tensor, parts:
     single = owners is not None and owners.numel() == weight.numel()
     if isinstance(layer, nn.Linear):
         return len(parts.members) if owners is None else COST_OF_LINEAR["weight" if single else "block"]
-    if owners is None or layer is None or not OwnedConvolution.fits(layer, parts, name):
-        return None
+    if layer is None or not OwnedConvolution.fits(layer, parts, name) or cast(nn.Conv2d, layer).groups > 1:
+        return None  # the kernels run grouped convolutions, but each member's takes longer than torch's
+    if owners is None:
+        return len(parts.members)
     return COST_OF_WEIGHTS if single else COST_OF_KERNELS
 
 

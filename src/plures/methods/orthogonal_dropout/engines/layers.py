@@ -102,12 +102,14 @@ class Parts:
         part = owned_part(self._own[first], self.owners[first], self.members[index], self._given.get(first))
         return part * self._scales[index][name] if name in self._scales[index] else part
 
-    def lists(self, weight: str) -> Lists:
-        """Return what each member owns of a convolution, with the factors of a norm layer that was folded into it."""
+    def lists(self, weight: str, groups: int) -> Lists:
+        """Return what each member has of a convolution, with the factors of a norm layer that was folded into it."""
         first = self.first(weight)
+        if first in self._private[0]:  # with these factors
+            return kernel_lists(self.stack(weight, torch.empty(0)), None, self.members, groups=groups)
         scales = [scales[weight].flatten() for scales in self._scales if weight in scales]
         owners = spread(self.owners[first], self._own[first])
-        return kernel_lists(self._own[first], owners, self.members, torch.stack(scales) if scales else None)
+        return kernel_lists(self._own[first], owners, self.members, torch.stack(scales) if scales else None, groups)
 
     def linear_lists(self, weight: str) -> LinearWeights:
         """Return what each member has of a linear layer."""
@@ -126,7 +128,7 @@ class OwnedConvolution(OfMembers):
     bias: Tensor
 
     def __init__(self, layer: nn.Conv2d, parts: Parts, name: str, relu: bool) -> None:
-        lists = parts.lists(f"{name}.weight")
+        lists = parts.lists(f"{name}.weight", layer.groups)
         biases = parts.stack(f"{name}.bias", torch.zeros(layer.out_channels)).float().contiguous()
         super().__init__(len(parts.members), starts=lists.starts, bias=biases)
         for kind, tensor in (("places", lists.places), ("values", lists.values)):
@@ -141,10 +143,10 @@ class OwnedConvolution(OfMembers):
         return (
             type(layer) is nn.Conv2d
             and is_of_torch(layer)
-            and is_plain_convolution(layer)
+            and is_plain_convolution(layer, grouped=True)
             and max(*layer.kernel_size, *layer.stride) <= operators.MOST_STEPS
             and layer.in_channels < 2**16
-            and parts.role(f"{name}.weight") is Role.SPLIT
+            and parts.differs(f"{name}.weight")
         )
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
