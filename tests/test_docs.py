@@ -40,7 +40,7 @@ def public_names() -> set[str]:
         documented = {name for name in members if inspect.getdoc(getattr(one, name, None))}
         names |= {f"plures.{one.__name__}.{name}" for name in documented if not name.startswith("_")}
     names |= {f"plures.{name}" for name in dir(plures) if not name.startswith("_")}
-    for name in ("guarantees", "metrics", "sklearn", "loops"):
+    for name in ("guarantees", "metrics", "sklearn"):
         module = import_module(f"plures.{name}")
         own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
         names |= {f"{module.__name__}.{name}" for name in own if not name.startswith("_")}

@@ -289,7 +289,7 @@ def test_no_moment_is_a_bad_one_to_be_killed(tmp_path, mortal):
 
 
 @pytest.mark.parametrize("change", [
-    {"optimizer": "adamw", "learning_rate": 0.01, "clip": 0.5, "label_smoothing": 0.1},
+    {"optimizer": "adamw", "learning_rate": 0.01, "clip": 0.5},
     {"momentum": 0.0, "nesterov": False},
     {"precision": "bf16"},
 ])  # fmt: skip
@@ -592,26 +592,6 @@ def test_weight_decay_goes_where_the_method_wants_it(monkeypatch):
 def test_gradients_are_clipped(monkeypatch):
     seen = train_one_step(monkeypatch, dataclasses.replace(RECIPE, clip=1e-3))
     assert torch.stack(seen["gradients"]).norm() == pytest.approx(1e-3, rel=1e-2)
-
-
-@pytest.mark.parametrize("method", ["Deterministic", "BatchEnsemble", "MIMO"])
-def test_labels_are_smoothed_for_every_method(monkeypatch, method):
-    """With all smoothing there is, the loss of any answer is near the mean over all classes."""
-    smoothed = []
-
-    def cross_entropy(logits, targets, label_smoothing=0.0):
-        smoothed.append(label_smoothing)
-        return logits.logsumexp(1).mean()
-
-    monkeypatch.setattr(F, "cross_entropy", cross_entropy)
-    ensemble = getattr(plures, method)(make_network())
-    train_one_step(monkeypatch, dataclasses.replace(RECIPE, label_smoothing=0.25), ensemble)
-    assert set(smoothed) == {0.25}
-
-
-def test_smoothing_a_loss_of_ones_own_is_refused():
-    with pytest.raises(PluresError, match="label_smoothing"):
-        train(ensemble=orthogonal(loss=nn.NLLLoss()), recipe=dataclasses.replace(RECIPE, label_smoothing=0.1))
 
 
 def test_a_loss_that_is_a_module_is_given_back():

@@ -96,7 +96,6 @@ BAD = {
     "--weight-decay": NO_NUMBER,
     "--gamma": ["0", *NO_NUMBER],
     "--warmup": NO_NUMBER,
-    "--label-smoothing": ["1", *NO_NUMBER],
     "--clip": ["0", *NO_NUMBER],
     "--crop": ["-1", "1.5", "99999999", *WORDS],
     "--size": ["0", "-1", "99999999", "1.5", *WORDS],

@@ -98,7 +98,6 @@ class Recipe:
     milestones: tuple[Inside, ...] = (0.5, 0.75)  # fractions of a stage at which "step" multiplies the rate by gamma
     gamma: Positive = 0.1  # factor of the rate at a milestone
     warmup: NotNegative = 0.0  # epochs at the start of every stage in which the rate rises from zero
-    label_smoothing: BelowOne = 0.0  # the share of a label that is spread over all classes
     clip: Positive | None = None  # the largest norm of the gradient; None: no limit
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # mixed precision; auto: bf16 on GPUs and CPUs made for it
 
@@ -145,7 +144,7 @@ class Recipe:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Make a recipe from the values of `as_json`."""
-        known = {one.name for one in fields(cls)}
+        known = {one.name for one in fields(cls)} | {"label_smoothing"}  # of 0.1: it mattered in training only
         # A setting of another version that was off, such as resized_crop of 0.1, changes nothing.
         if others := sorted(name for name, value in values.items() if name not in known and value is not None):
             raise PluresError(

@@ -70,7 +70,7 @@ METRICS = schema(
 )
 
 # Settings of earlier versions, at the values that changed nothing.
-GONE = (("finetune_rate", None), ("literal_gradient", False), ("distill", None))
+GONE = (("finetune_rate", None), ("literal_gradient", False), ("distill", None), ("label_smoothing", 0.0))
 
 
 class RunFolder:

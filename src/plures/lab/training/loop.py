@@ -3,19 +3,16 @@
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.fitting import StageLoop, lay_out
 from plures.lab.data import Augment, Data, batches, steps
 from plures.lab.recipes import Recipe
-from plures.losses import Loss
 from plures.seeding import seed_of
 from plures.stage import Stage, Step
 
@@ -34,9 +31,6 @@ class RecipeLoop(StageLoop):
         epochs = recipe.epochs_for(len(data.train)).of(step.phase)
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
         stage = ensemble.open(step).to(device)
-        loss = smoothed(stage.loss, recipe.label_smoothing)
-        del stage.loss  # without this, a module cannot be replaced by a function
-        stage.loss = loss
         lay_out(stage, recipe.batch_size, device, mixed=self.precision != "no")
         super().__init__(
             stage,
@@ -95,17 +89,6 @@ def resolve(precision: str, device: torch.device) -> str:
     if device.type == "cpu":
         return "bf16" if torch.cpu._is_amx_tile_supported() else "no"
     return "no"
-
-
-def smoothed(loss: Loss, smoothing: float) -> Loss:
-    """Return the cross-entropy with label smoothing; raise an error for other losses."""
-    if not smoothing:
-        return loss
-    if loss is not F.cross_entropy:
-        raise PluresError(
-            f"label_smoothing={smoothing} works only with the default loss: set it to 0 and smooth in your own loss"
-        )
-    return partial(F.cross_entropy, label_smoothing=smoothing)
 
 
 def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:
