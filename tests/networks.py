@@ -159,14 +159,6 @@ def transformers_vit() -> nn.Module:
 
 
 @reproducible
-def transformers_bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForSequenceClassification(BertConfig(vocab_size=40, **sizes, num_labels=CLASSES))
-
-
-@reproducible
 def transformers_convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 

@@ -1,16 +1,11 @@
-"""One pass over a network by torch.fx or torch.export: which layers it calls, what they are, what follows what."""
+"""One pass over a network by torch.fx: which layers it calls, what they are, and what follows what."""
 
 import copy
-import io
-import logging
 import operator
 import os
 import threading
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,30 +15,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
-from plures.calling import batch_of, copied, logits_of, rows_of
-from plures.errors import PluresError
 from plures.tensors import canonical, shell
 
-aten = torch.ops.aten
-RELU: tuple[Any, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_", aten.relu.default)
-ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_", aten.add.Tensor)
+RELU: tuple[Any, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+ADD: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
 ELEMENTWISE: tuple[Any, ...] = (
     *(*RELU, *ADD, operator.mul, operator.imul, operator.sub, operator.isub, torch.mul, torch.sub, "mul", "sub"),
     *(F.gelu, F.silu, F.sigmoid, torch.sigmoid, torch.tanh, F.hardswish, F.relu6, F.leaky_relu, F.elu),
-    *(aten.mul.Tensor, aten.sub.Tensor, aten.gelu.default, aten.silu.default, aten.sigmoid.default, aten.tanh.default),
 )
 ELEMENTWISE_LAYERS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.ReLU6, nn.LeakyReLU, nn.ELU)
 NOTHING_LAYERS = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# What torch.export makes of a call of a layer: which operator, and which of its arguments is what the layer was given.
-EXPORTED: dict[Any, tuple[type[nn.Module], int]] = {
-    aten.linear.default: (nn.Linear, 0),
-    aten.layer_norm.default: (nn.LayerNorm, 0),
-    aten.group_norm.default: (nn.GroupNorm, 0),
-    aten.batch_norm.default: (nn.BatchNorm2d, 0),
-    aten.conv2d.default: (nn.Conv2d, 0),
-    aten.embedding.default: (nn.Embedding, 1),
-}
 
 
 class Graph:
@@ -53,17 +35,9 @@ class Graph:
     known by their exact type: a class derived from one of torch's may do anything.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        graph: fx.Graph | None = None,
-        constants: Mapping[str, Tensor] | None = None,
-        guard: Callable[..., Any] | None = None,
-    ) -> None:
+    def __init__(self, network: nn.Module) -> None:
         self.network = network
-        self.graph = trace(network) if graph is None else graph
-        self.constants = constants or {}  # what the nodes read that the network does not hold
-        self.guard = guard  # raises an error for tensors that the graph is not for
+        self.graph = trace(network)
         self.nodes = list(self.graph.nodes)
         called = [node for node in self.nodes if node.op == "call_module"]
         self.layers = {node: network.get_submodule(cast(str, node.target)) for node in called}
@@ -94,8 +68,7 @@ class Graph:
 
     def does_nothing(self, node: fx.Node) -> bool:
         """Return whether a node returns what it is given, in eval mode."""
-        layer = self.is_layer(node, *NOTHING_LAYERS) and len(node.args) == 1
-        return layer or (node.target is aten.dropout.default and node.args[2] is False)
+        return self.is_layer(node, *NOTHING_LAYERS) and len(node.args) == 1
 
     def only_user(self, node: fx.Node) -> fx.Node | None:
         """Return the node that alone uses the output of another one."""
@@ -126,22 +99,6 @@ class Graph:
             if alone and not any(first_names[name] in tied or name in read for name in inside):
                 pairs[names[0]] = names[1]
         return pairs
-
-    @cached_property
-    def known_shapes(self) -> dict[fx.Node, torch.Size]:
-        """Return the shapes of all tensors for one sample, as torch.export has noted them; none if it did not trace."""
-        found = {node: node.meta["val"].shape for node in self.nodes if isinstance(node.meta.get("val"), Tensor)}
-        batch = next((str(found[node][0]) for node in self.nodes if node.op == "placeholder" and node in found), "")
-
-        def known(length: Any) -> int:
-            return 1 if str(length) == batch else int(length.node.hint if isinstance(length, torch.SymInt) else length)
-
-        return {node: torch.Size(map(known, shape)) for node, shape in found.items()}
-
-    def is_for_all_samples(self, node: fx.Node) -> bool:
-        """Return whether torch.export has noted that a tensor has one row, which is spread over the batch."""
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.dim() > 0 and type(value.shape[0]) is int and len(value) == 1
 
     def shapes(self, *inputs: Tensor) -> dict[fx.Node, torch.Size]:
         """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied."""
@@ -245,120 +202,3 @@ def trace(network: nn.Module) -> fx.Graph:
             return tracer.trace(network)
         finally:
             tracer.thread = None  # a trace of somebody else may leave our changes behind: they pass everything by
-
-
-class _Logits(nn.Module):
-    """A network as a function of its arguments, all of them tensors: positional ones, then those with names."""
-
-    def __init__(self, network: nn.Module, names: list[str]) -> None:
-        super().__init__()
-        self.network, self.names = network, names
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        positional = len(tensors) - len(self.names)
-        named = zip(self.names, tensors[positional:], strict=True)
-        return logits_of(self.network(*tensors[:positional], **dict(named)))
-
-
-def exported(network: nn.Module, inputs: Any) -> Graph | None:
-    """Trace a network by torch.export, for arguments like these in batches of any length; return None if it cannot.
-
-    It takes what torch.fx does not, such as the models of transformers, and refuses branches that depend on values.
-    """
-    with torch.inference_mode(False):
-        args, kwargs = given = copied(inputs)
-    tensors = (*args, *kwargs.values())
-    usable = all(isinstance(one, Tensor) for one in tensors) and batch_of(given) is not None
-    if not usable or any(map(has_hooks, network.modules())) or _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return None
-    if len(cast(Tensor, batch_of(given))) == 1:  # torch.export takes an axis of length one for one that always is
-        tensors = (*(rows := rows_of(given, torch.tensor([0, 0]))).args, *rows.kwargs.values())
-    axes = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in tensors)
-    wrapped = _Logits(shell(network), list(kwargs))
-    try:
-        with _turn, quiet(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            made = torch.export.export(wrapped, tensors, dynamic_shapes=(axes,), strict=False).module()
-        return _as_traced(wrapped, made)
-    except Exception:  # tracing runs the network's own code, which may raise anything
-        return None
-
-
-def _as_traced(wrapped: _Logits, made: fx.GraphModule) -> Graph:
-    """Return the graph of an exported network in the form of one that torch.fx has traced: it calls layers."""
-    graph, network = fx.Graph(), wrapped.network
-    (logits,) = cast(tuple[fx.Node], graph.graph_copy(made.graph, {}))
-    graph.output(logits)
-    held = dict(network.named_parameters(remove_duplicate=False)) | dict(network.named_buffers(remove_duplicate=False))
-    constants, guard = {}, None
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in reversed(inputs):
-        next(iter(graph.nodes)).prepend(node)
-    for node, name in zip(reversed(inputs), reversed(wrapped.names), strict=False):
-        node.target = name
-    for node in list(graph.nodes):
-        if node.op == "get_attr":
-            node.target = str(node.target).removeprefix("network.")
-            if node.target not in held:
-                constants[node.target] = getattr(made, node.target)
-        elif node.op == "call_module":
-            guard = made.get_submodule(str(node.target))
-            graph.erase_node(node)
-        elif node.target is aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
-        elif node.target is aten.scaled_dot_product_attention.default and len(node.args) == 4:
-            if _is_true(node.args[3]):  # models that need no mask make one for torch.export
-                node.args = node.args[:3]
-        elif node.target in EXPORTED and (path := _layer_of(node, network, held)):
-            with graph.inserting_before(node):
-                call = graph.create_node("call_module", path, (node.args[EXPORTED[node.target][1]],))
-            call.meta = node.meta
-            node.replace_all_uses_with(call)
-            graph.erase_node(node)
-    for node in reversed(graph.nodes):
-        mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if not node.users and node.op in ("get_attr", "call_function") and not mutates:
-            graph.erase_node(node)
-    return Graph(network, graph, constants, guard)
-
-
-def _is_true(mask: Any) -> bool:
-    """Return whether a mask is made of constants, and all of it is true."""
-    if mask.target is aten.expand.default:
-        mask = mask.args[0]
-
-    def value(node: fx.Node) -> Any:
-        if node.op != "call_function":
-            raise PluresError(f"{node} is not a constant")
-        return cast(Any, node.target)(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
-
-    try:
-        return bool(value(mask).all())
-    except PluresError:
-        return False
-
-
-def _layer_of(node: fx.Node, network: nn.Module, held: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the layer whose call torch.export has written as this node; None if it is more than that."""
-    path = list(node.meta["nn_module_stack"].values())[-1][0].removeprefix("network.").partition("@")[0]
-    layer = network.get_submodule(path)
-    read = {id(held[str(one.target)]) for one in node.all_input_nodes if one.op == "get_attr" and one.target in held}
-    own = {id(one) for name, one in layer.state_dict(keep_vars=True).items() if name != "num_batches_tracked"}
-    special = getattr(layer, "padding_mode", "zeros") != "zeros" or getattr(layer, "max_norm", None) is not None
-    return (
-        path if type(layer) is EXPORTED[node.target][0] and is_of_torch(layer) and read == own and not special else None
-    )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep exporters from printing, logging and warning, and torch from the fused operators that only torch has."""
-    level, fused = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            logging.disable(level)
-            torch.backends.mha.set_fastpath_enabled(fused)

@@ -15,9 +15,8 @@ from plures.calling import rows_of
 from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
 from plures.exporting.inference import Inference, named_tensors
-from plures.exporting.program import brief, program_of
+from plures.exporting.program import brief, program_of, quiet
 from plures.files import replacing, write
-from plures.graph import quiet
 from plures.methods.mc_dropout import MCDropout
 from plures.version import __version__
 

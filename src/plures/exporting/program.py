@@ -1,8 +1,11 @@
 """Trace an ensemble: from Python to a program of operators that does not need plures."""
 
+import io
+import logging
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ from plures.calling import arguments, rows_of
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.exporting.inference import Inference, named_tensors
-from plures.graph import quiet
 
 ADVICE = "write it with torch operations whose shapes and branches do not depend on numbers in the batch"
 _NOT_THE_NETWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
@@ -75,3 +77,18 @@ def brief(error: BaseException) -> str:
     """Return the class and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep exporters from printing, logging and warning, and torch from the fused operators that only torch has."""
+    level, fused = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+            torch.backends.mha.set_fastpath_enabled(fused)

@@ -15,7 +15,6 @@ from plures.graph import Graph, graph_of
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution, Parts
 from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
-from plures.methods.orthogonal_dropout.engines.per_call import OwnedPerCall
 from plures.methods.orthogonal_dropout.engines.rewriting import same_for_all
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
@@ -37,13 +36,10 @@ def made(split: SplitNetwork, kind: str | None, memory: int | None, fold: bool) 
     with torch.inference_mode(False), torch.no_grad():
         split = copy.deepcopy(split)  # the ensemble may be trained further
         graph = graph_of(split.network)
-        worth = is_owned_faster if kind is None else None
         if kind is None:
             kind = _fastest(split, graph, memory)
-        if kind == "owned" and graph is not None:
-            return Owned(split, graph, fold)
         if kind == "owned":
-            return OwnedPerCall(split, fold, worth)
+            return Owned(split, graph, fold)
         return Unfolded(split, graph if fold else None)
 
 
@@ -55,9 +51,8 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
     owned = len(split.trained) * sum(row.nbytes for row in split.private.rows(0).values())  # and the lists
     owned += sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
     fits = [kind for kind, size in (("owned", owned), ("unfolded", unfolded)) if memory is None or size <= memory]
-    impossible = why_impossible(split) is not None
-    faster = "owned" in fits and not impossible and (graph is None or is_owned_faster(split, graph))
-    if fits == ["owned"] and (impossible or graph is None):  # without a graph, it may turn out that it cannot run
+    faster = "owned" in fits and graph is not None and is_owned_faster(split, graph)
+    if not faster and fits == ["owned"] and why_impossible(split, graph) is not None:
         fits = []
     if not fits:
         raise PluresError(
@@ -73,7 +68,9 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
 
 
 def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
-    """Return whether the owned engine should be faster than each member as a separate network."""
+    """Return whether the owned engine can run here and should be faster than each member as a separate network."""
+    if why_impossible(split, graph) is not None:
+        return False
     shapes, parts = _shapes(graph), Parts(split, {})
     once = same_for_all(graph, parts)
     costs = [_costs(node, graph, parts, shapes, once) for node in graph.nodes]
@@ -130,8 +127,6 @@ def _cost(layer: nn.Module | None, owners: Tensor | None, weight: Tensor, parts:
 
 def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:
     """Return the shapes for one sample of a size that the network takes; none, if that cannot be found out."""
-    if known := graph.known_shapes:
-        return known
     for size in dict.fromkeys(_likely_inputs(graph.network)):
         try:
             return graph.shapes(torch.empty(1, *size, device="meta"))

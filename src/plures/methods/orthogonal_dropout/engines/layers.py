@@ -244,32 +244,6 @@ class OwnedAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width)), None
 
 
-class MembersEmbedding(OfMembers):
-    """A table of rows, such as the vectors of words, of which each member sees what it owns, and zeros."""
-
-    number: Tensor
-
-    def __init__(self, parts: Parts, name: str) -> None:
-        super().__init__(len(parts.members), number=torch.tensor(parts.members, dtype=torch.uint8))
-        weight = parts.own(name)
-        assert weight is not None
-        self.register_buffer("table", weight, persistent=False)
-        self.register_buffer("owners", spread(parts.owners[parts.first(name)], weight), persistent=False)
-
-    @staticmethod
-    def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
-        """Return whether a layer is a split table, and does nothing but look up rows."""
-        plain = type(layer) is nn.Embedding and is_of_torch(layer) and layer.max_norm is None
-        return plain and parts.role(f"{name}.weight") is Role.SPLIT
-
-    def forward(self, places: Tensor) -> Tensor:
-        """Return the rows at some places, which hold the members one after the other."""
-        places = torch.unflatten(places, 0, (self.count, -1))
-        rows, owners = (F.embedding(places, self.get_buffer(name)) for name in ("table", "owners"))
-        mine = owners == self.number.view(-1, *[1] * places.dim())
-        return torch.where(mine, rows, 0.0).flatten(0, 1)
-
-
 class MembersNorm(OfMembers):
     """A norm layer with factors and shifts of its own for each member, for plain or for blocked batches."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
-from plures.graph import Graph, has_hooks
+from plures.graph import Graph
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
 from plures.methods.orthogonal_dropout.engines.layers import OfMembers, OwnedLinear, Parts
 from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
@@ -34,10 +34,11 @@ class Owned(Engine):
     kind = "owned"
     network: nn.Module
 
-    def __init__(self, split: SplitNetwork, graph: Graph, fold: bool = True) -> None:
+    def __init__(self, split: SplitNetwork, graph: Graph | None, fold: bool = True) -> None:
         super().__init__()
-        if (reason := why_impossible(split)) is not None:
-            raise PluresError(reason)
+        reason = why_impossible(split, graph)
+        if reason is not None or graph is None:
+            raise PluresError(str(reason))
         self.members = split.trained
         pairs = foldable(split, graph) if fold else {}
         rewriter = Rewriter(graph, Parts(split, pairs), pairs)
@@ -106,24 +107,18 @@ class Owned(Engine):
         self._of_some.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Owned":
-        if self._separate is None:
-            refuse_conversion(fn)
+        probe = fn(torch.zeros(1))
+        if self._separate is None and (probe.dtype != torch.float32 or not probe.is_cpu):
+            raise PluresError(
+                f"the owned engine computes in float32 on the CPU, not in {probe.dtype} on {probe.device}: use "
+                'ensemble.engine("unfolded"), which can be converted and moved'
+            )
         self._of_some.clear()
         super()._apply(fn, recurse)
         return self
 
 
-def refuse_conversion(fn: Any) -> None:
-    """Refuse what would convert or move the tensors of an owned engine."""
-    probe = fn(torch.zeros(1))
-    if probe.dtype != torch.float32 or not probe.is_cpu:
-        raise PluresError(
-            f"the owned engine computes in float32 on the CPU, not in {probe.dtype} on {probe.device}: use "
-            'ensemble.engine("unfolded"), which can be converted and moved'
-        )
-
-
-def why_impossible(split: SplitNetwork) -> str | None:
+def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
     """Return why the native kernels cannot run a network, and what to do; None if they can."""
     instead = 'or use ensemble.engine("unfolded")'
     if split.background is not None:
@@ -135,6 +130,7 @@ def why_impossible(split: SplitNetwork) -> str | None:
             return f"the owned engine runs on the CPU, and {name!r} is on {tensor.device}: move the ensemble, {instead}"
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
             return f"the owned engine multiplies float32, and {name!r} is {tensor.dtype}: convert it, {instead}"
-    if any(map(has_hooks, split.network.modules())):
-        return f"{type(split.network).__name__} has hooks, which the owned engine drops: {instead[3:]}"
+    if graph is None:
+        what = f"torch.fx cannot trace {type(split.network).__name__}, or it has hooks"
+        return f'{what}, which the owned engine drops: use ensemble.engine("unfolded")'
     return None

@@ -10,11 +10,10 @@ from torch.fx.node import map_aggregate
 
 from plures.calling import Arguments, call, rows_of
 from plures.errors import PluresError
-from plures.graph import ADD, Graph, has_statistics, is_of_torch
+from plures.graph import Graph, has_statistics, is_of_torch
 from plures.methods.orthogonal_dropout.engines.engine import size_of
 from plures.methods.orthogonal_dropout.engines.layers import (
     LinearLayer,
-    MembersEmbedding,
     MembersNorm,
     OfMembers,
     OwnedAttention,
@@ -85,30 +84,16 @@ class Rewriter:
         role = self.parts.role(name)
         if role in (None, Role.SHARED):
             owner, _, attribute = name.rpartition(".")
-            tensor: Any = self.traced.constants.get(name)
-            if tensor is None:
-                tensor = getattr(self.traced.network.get_submodule(owner), attribute)
+            tensor = getattr(self.traced.network.get_submodule(owner), attribute)
             if isinstance(tensor, Tensor):
                 path = f"constant{len(self.values)}"
                 self.holder.register_buffer(path, tensor.detach())
                 tensor = self.graph.get_attr(path)
             self.values[node] = Value(CONSTANT, tensor)
             return
+        self.one_by_one.append(name.rpartition(".")[0] or name)
         stack = torch.stack([self.parts.tensor(name, index) for index in range(self.members)])
-        make = lambda: MembersTensor(self.members, stack=stack)  # noqa: E731
-        if self._is_only_spread(node):
-            self.values[node] = Value(TILED, self._call(f"tensor {name}", make, self.batch))
-        else:
-            self.one_by_one.append(name.rpartition(".")[0] or name)
-            self.values[node] = Value(APART, self._call(f"tensor {name}", make))
-
-    def _is_only_spread(self, node: fx.Node) -> bool:
-        """Return whether all that happens to a tensor of one row is that it meets the samples of a batch."""
-        shapes = self.traced.known_shapes
-        spread = (*ADD, torch.ops.aten.mul.Tensor, torch.ops.aten.expand.default)
-        return self.traced.is_for_all_samples(node) and all(
-            user.target in spread and len(shapes[user]) == len(shapes[node]) for user in node.users
-        )
+        self.values[node] = Value(APART, self._call(f"tensor {name}", lambda: MembersTensor(self.members, stack=stack)))
 
     def _output(self, node: fx.Node) -> None:
         self.graph.output(fx.node.map_arg(node.args[0], self._tiled))
@@ -147,8 +132,7 @@ class Rewriter:
         elif blocked and self.traced.is_elementwise(node):
             self.values[node] = Value(BLOCKED, self._call(name, lambda: layer, self._blocked(node.args[0])))
         else:
-            take = self._for_each_sample if any(map(self.parts.differs, self.parts.inside(f"{name}."))) else self._tiled
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), take)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._tiled)
             made = self._call(name, lambda: self._substitute(name, layer), *args, **kwargs)
             self.values[node] = Value(TILED, made)
 
@@ -208,11 +192,6 @@ class Rewriter:
             return self._convert(value.node, "plain")
         return self._convert(value.node, "joined") if value.layout == APART else value.node
 
-    def _for_each_sample(self, given: fx.Node) -> Any:
-        """Bring what has one row for all samples into the form in which each member has rows of its own."""
-        tiled = self._tiled(given)
-        return self._convert(tiled, "spread") if self.traced.is_for_all_samples(given) else tiled
-
     def _apart(self, given: fx.Node) -> Any:
         value = self.values[given]
         if value.layout in (APART, CONSTANT):
@@ -270,8 +249,6 @@ class Rewriter:
             return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
         if MembersNorm.fits(layer):
             return MembersNorm(layer, parts, name)
-        if MembersEmbedding.fits(layer, parts, name):
-            return MembersEmbedding(parts, f"{name}.weight")
         if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
             return OwnedLinear(parts, LinearLayer(f"{name}.weight", f"{name}.bias", layer.out_features))
         return None
@@ -344,13 +321,9 @@ class MembersTensor(OfMembers):
 
     stack: Tensor
 
-    def forward(self, batch: Tensor | None = None) -> Any:
-        """Return the tensors of the members that run, or one row of them for each sample of a batch."""
-        return (
-            Apart(self.stack)
-            if batch is None
-            else self.stack.expand(-1, len(batch), *self.stack.shape[2:]).flatten(0, 1)
-        )
+    def forward(self) -> Apart:
+        """Return the tensors of the members that run."""
+        return Apart(self.stack)
 
 
 class EachCall(OfMembers):
@@ -372,7 +345,7 @@ class EachCall(OfMembers):
 
 
 class Into(OfMembers):
-    """Bring a batch into another layout: tiled, spread, blocked or plain (from it), apart or joined (from it)."""
+    """Bring a batch into another layout: tiled, blocked, plain (from blocked), apart, or joined (from apart)."""
 
     def __init__(self, count: int, layout: str, shared: bool = False) -> None:
         super().__init__(count)
@@ -384,8 +357,6 @@ class Into(OfMembers):
         if self.layout == "tiled":
             whole = isinstance(x, Tensor) and x.dim() and len(x) == len(batch)
             return x.repeat(self.count, *[1] * (x.dim() - 1)) if whole else x
-        if self.layout == "spread":
-            return x.expand(self.count * len(batch), *[-1] * (x.dim() - 1))
         if self.layout == "blocked":
             held = 1 if self.shared else self.count
             # Vectors that are half full of images are still faster than vectors of pixels.
