@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import claims
+import concepts
 import picture
 
 DOCS = Path(__file__).parent.parent
@@ -19,6 +20,7 @@ MARK = re.compile(r"<!-- (claims|losses|sets) -->\n.*?<!-- end -->", re.DOTALL)
 def main() -> None:
     """Draw the pictures, and replace the text between the marks."""
     picture.main()
+    concepts.main(claims.PICTURES)
     for page, text in written().items():
         page.write_text(text)
 
