@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from plures.lab.compare.table import columns
 from plures.lab.costs import kept_costs
 from plures.lab.evaluation.trust import CONSTANTS, as_metrics, kept_trust
 from plures.lab.runs.folder import RunFolder
-from plures.lab.runs.open import open_run, with_weights
+from plures.lab.runs.open import open_run
 
 RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
 ODD: list[Any] = [None, [], {}, -1, 1e308, 10**400, "x", "\x1b[31m", True, [[]], {"x": 1}]
@@ -126,13 +125,6 @@ def test_a_network_that_the_file_has_no_weights_for_is_not_built(folder: Path, m
     monkeypatch.setattr(nn.init, "kaiming_normal_", bounded)
     with pytest.raises(PluresError, match="too few for a network|was saved from another network|this machine has"):
         open_run(folder)
-
-
-def test_weights_from_a_pipe_do_not_keep_us_waiting(tmp_path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "nothing", "x" * 300):
-        with pytest.raises(PluresError, match="cannot"):
-            with_weights(nn.Linear(1, 1), str(tmp_path / name))
 
 
 def test_names_that_the_system_refuses(tmp_path) -> None:

@@ -82,7 +82,7 @@ class Recipe:
     model: str = "resnet18"  # a built-in name, or module:function that takes classes and channels
     width: Side | None = None  # channels of the first layer; None: the model's default
     stem: Literal["cifar", "imagenet"] = "cifar"  # for small images, or for photographs (divides the sides by four)
-    weights: str | None = None  # initial weights: a deterministic run or a safetensors file; None: random
+    weights: str | None = None  # initial weights, of a run of the method deterministic; None: random
 
     members: AtLeastOne = 5  # members of the ensemble
     together: bool | None = None  # train all members in one stage, as plures.split does; None: as the method does

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.exporting.exported import export
-from plures.files import is_file
 from plures.lab.data import Data, DataInfo, open_data
-from plures.lab.data.images import ordinary
 from plures.lab.data.sources import expanded, local_path
 from plures.lab.method_names import is_code, method_class, method_options, takes
 from plures.lab.models import build
@@ -54,27 +50,15 @@ def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Mo
 
 
 def with_weights(network: nn.Module, source: str) -> nn.Module:
-    """Return a network with trained weights: of a run of one network, or of a safetensors file."""
-    path = expanded(source)
-    if not is_file(path) and path.is_dir():
-        run = RunFolder(path)
-        config = run.config()
-        if not run.finished:
-            raise unfinished(config, path)
-        trained = load(run.ensemble, network)
-        if not isinstance(trained, Deterministic):
-            raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
-        return trained.checkout(0)
-    try:
-        network.load_state_dict(load_file(ordinary(path)))  # a pipe would keep us waiting
-    except (PluresError, OSError, SafetensorError) as error:
-        why = f"the weights {source} cannot be read ({error})"
-        raise PluresError(f"{why}: give a run of one network, or a safetensors file") from error
-    except RuntimeError as error:
-        _, *differing = str(error).splitlines()
-        why = f"the weights in {source} are of another network ({' '.join(differing[:1]).strip().rstrip('.')})"
-        raise PluresError(f"{why}: give its --model and --width") from error
-    return network
+    """Return the network with the trained weights of a run of one network."""
+    run = RunFolder(expanded(source))
+    config = run.config()
+    if not run.finished:
+        raise unfinished(config, run.path)
+    trained = load(run.ensemble, network)
+    if not isinstance(trained, Deterministic):
+        raise PluresError(f"{source} has several networks: give a run of the method deterministic as weights")
+    return trained.checkout(0)
 
 
 def ensemble_for(
