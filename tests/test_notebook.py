@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, and shows what it says."""
+"""The notebook runs from top to bottom, and shows what it says; those that need data and packages can be read."""
 
 import json
 from pathlib import Path
@@ -30,3 +30,14 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch):
     assert groups["noise"].median() > groups["right"].median()
     assert groups["wrong"].median() > groups["right"].median()
     assert names["accuracy"][-1] > names["accuracy"][0]
+
+
+@pytest.mark.parametrize("name", ["text", "images"])
+def test_notebooks_of_pretrained_networks_are_kept_without_outputs_and_their_code_is_python(name):
+    """`docs/make/notebook.py` runs them: they need networks and data that are not here."""
+    notebook = json.loads((NOTEBOOK.parent / f"pretrained-{name}.ipynb").read_text())
+    assert f"docs/make/notebook.py {name}" in "".join(notebook["cells"][0]["source"])
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            compile("".join(cell["source"]), f"cell {number}", "exec")

@@ -28,6 +28,7 @@ def main() -> None:
 def pages() -> Iterator[Path]:
     """Return the pages that may have marks."""
     yield DOCS / "results.md"
+    yield DOCS / "guide/pretrained-network.md"
     yield from sorted((DOCS / "evidence").glob("*.md"))
 
 
