@@ -40,11 +40,7 @@ class Finished:
         config = folder.config()
         described(config, path)
         if not folder.finished:
-            last = next(reversed(folder.records()), None)
-            where = "no epoch is done"
-            if last is not None:
-                where = f"it stopped in {last['stage']} after epoch {last['epoch']} of {last['epochs']}"
-            raise unfinished(config, path, f": {where}")
+            raise unfinished(config, path)
         if not (path / "metrics.json").is_file():
             command = train_command(config, path)
             raise PluresError(f"the run in {path} is trained but not measured; to finish it: {command}")

@@ -179,9 +179,9 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     return Run(files.path, made.method, recipe, info, config["data"]["fingerprint"], ensemble, place)
 
 
-def unfinished(config: Mapping[str, Any], folder: Path, where: str = "") -> PluresError:
+def unfinished(config: Mapping[str, Any], folder: Path) -> PluresError:
     """Return the error for a run that is not finished, with the command that finishes it."""
-    return PluresError(f"the run in {folder} is not finished{where}; to finish it: {train_command(config, folder)}")
+    return PluresError(f"the run in {folder} is not finished; to finish it: {train_command(config, folder)}")
 
 
 def described(config: Mapping[str, Any], folder: Path) -> tuple[Recipe, DataInfo, Made]:
