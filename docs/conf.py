@@ -20,7 +20,8 @@ FILES = {
 }
 
 project = "plures"
-html_title = "plures"
+version = release = re.search(r'"(.+)"$', (DOCS.parent / "src/plures/version.py").read_text(), re.MULTILINE)[1]
+html_title = f"plures {version}"
 html_theme = "furo"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]

@@ -1,10 +1,35 @@
 """What releases are made and checked with."""
 
 import json
+import re
+from pathlib import Path
 
 import torch
 
+import plures
 from release import gpu_check
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_version_is_one_everywhere():
+    (cited,) = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert cited == newest == plures.__version__
+    table = (ROOT / "docs" / "versions.md").read_text()
+    lowest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert re.search(rf"\| {lowest}[.\d]* \| lowest declared \| works \|", table), "the lowest torch was tried"
+
+
+def test_every_package_has_hashes_and_the_version_that_is_tested():
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
+    text = (ROOT / "release" / "requirements.txt").read_text()
+    listed = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+    assert {name: version for name, version in listed.items() if pinned.get(name, version) != version} == {}
+    for block in re.split(r"\n(?=\w)", text.partition("\n")[2]):
+        assert "--hash=sha256:" in block, block
+    assert "://" not in text, "no host is named"
 
 
 def test_without_a_gpu_its_parts_are_skipped_for_a_reason(tmp_path, capsys):
