@@ -176,14 +176,6 @@ def test_a_private_classifier_is_each_members_own():
     assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
 
 
-def test_roles_name_another_classifier():
-    network = nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Linear(8, CLASSES), nn.Linear(CLASSES, 2))
-    roles = plures.roles(network, last="2", fixed=True)
-    ensemble = DeepEnsemble(network, 2, classifier="fixed", roles=roles)
-    assert ensemble._shared == {"2.weight", "2.bias"}
-    assert DeepEnsemble(network, **ensemble.options())._shared == ensemble._shared
-
-
 def test_the_fixed_classifier_stays_one_tensor_when_copied_and_moved():
     ensemble = copy.deepcopy(DeepEnsemble(networks.resnet(), 3, classifier="fixed")).to(torch.float64)
     assert len({id(network.classifier.weight) for network in ensemble.networks}) == 1
@@ -216,7 +208,6 @@ def test_tied_weights_stay_tied_in_each_member():
         ({"members": 2.0}, "members=2.0"),
         ({"classifier": "split"}, "classifier='split'; use one of private, fixed"),
         ({"init": "zeros"}, "init='zeros'; use one of given, fresh"),
-        ({"roles": {"stem.wieght": "split"}}, "did you mean stem.weight"),
     ],
 )
 def test_bad_options_are_refused_at_once(options, sentence):

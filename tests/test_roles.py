@@ -103,15 +103,6 @@ def test_whatever_else_is_shared_stands_for_the_classifier() -> None:
     roles = plures.roles(Prototypes()) | {"prototypes": plures.Role.SHARED, "hidden.weight": plures.Role.SPLIT}
     ensemble = plures.OrthogonalDropout(Prototypes(), members=2, roles=roles, classifier="fixed")
     assert ensemble.options()["roles"] == roles
-    assert plures.DeepEnsemble(Prototypes(), members=2, roles=roles, classifier="fixed")._shared == {"prototypes"}
-
-
-def test_a_deep_ensemble_shares_what_the_roles_say() -> None:
-    network = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 40), nn.Linear(40, 10))
-    embeddings = plures.roles(network, embeddings="shared")
-    both = plures.roles(network, embeddings="shared", fixed=True)
-    for roles, shared in ((embeddings, {"0.weight"}), (both, {"0.weight", "2.weight", "2.bias"})):
-        assert plures.DeepEnsemble(network, members=2, roles=roles, classifier="fixed")._shared == shared
 
 
 def test_names_of_modules_are_checked() -> None:

@@ -357,7 +357,7 @@ def figures(inside: Tensor, outside: Tensor, labels: Tensor) -> dict[str, float]
         "calibrated NLL": calibrated_nll(mean, labels),
         "members' accuracy": statistics.mean(metrics.accuracy(one, labels) for one in inside),
         "members' NLL": statistics.mean(metrics.nll(one, labels) for one in inside),
-        "OOD AUROC": metrics.ood(metrics.entropy(mean), metrics.entropy(outside.mean(0))).auroc,
+        "OOD AUROC": metrics.ood(metrics.uncertainty(inside).total, metrics.uncertainty(outside).total).auroc,
     }
 
 

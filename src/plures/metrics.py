@@ -1,7 +1,7 @@
 """Pure functions of predictions and targets: quality, calibration and diversity.
 
-All functions take torch tensors or numpy arrays. Metrics are summed in float64 and returned as floats; `entropy`,
-`uncertainty` and `tempered` keep device and dtype, except that half precision becomes float32. Instead of probabilities
+All functions take torch tensors or numpy arrays. Metrics are summed in float64 and returned as floats; `uncertainty`
+and `tempered` keep device and dtype, except that half precision becomes float32. Instead of probabilities
 [samples, classes], those of segmentation or tokens, [samples, classes, ...] with targets [samples, ...], work as well.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plures.arrays import TINY, Array, distributions, doubt, entropies, is_right, labelled, numbers, soften, tensor
+from plures.arrays import TINY, Array, distributions, doubt, is_right, labelled, numbers, soften
 from plures.checks import whole_number
 from plures.errors import PluresError
 
@@ -86,12 +86,10 @@ class CalibrationTable:
         table = calibration_table(probabilities, targets)
         plot(table.confidence, table.accuracy)
 
-    One entry per bin: its edges, its number of samples, their mean confidence and their accuracy.
+    One entry per bin: its number of samples, their mean confidence and their accuracy.
     Empty bins have count, confidence and accuracy 0.
     """
 
-    lower: Tensor
-    upper: Tensor
     count: Tensor
     confidence: Tensor
     accuracy: Tensor
@@ -117,7 +115,7 @@ def calibration_table(probabilities: Array, targets: Array, bins: int = 15) -> C
         return torch.bincount(place, weights=amounts, minlength=bins) / count.clamp_min(1)
 
     right = is_right(values, labels).double()
-    return CalibrationTable(edges[:-1], edges[1:], count, mean_per_bin(confidence), mean_per_bin(right))
+    return CalibrationTable(count, mean_per_bin(confidence), mean_per_bin(right))
 
 
 def ece(probabilities: Array, targets: Array, bins: int = 15) -> float:
@@ -157,8 +155,8 @@ def temperature(probabilities: Array, targets: Array, smoothing: float = 0.0) ->
     return math.exp(middle)
 
 
-def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor:
-    """Apply a temperature: softmax(log p / temperature) over the classes, by default the last axis.
+def tempered(probabilities: Array, temperature: float) -> Tensor:
+    """Apply a temperature: softmax(log p / temperature) over the last axis.
 
     >>> tempered(torch.tensor([[0.9, 0.1]]), 2.0)
     tensor([[0.7500, 0.2500]])
@@ -168,8 +166,7 @@ def tempered(probabilities: Array, temperature: float, axis: int = -1) -> Tensor
     """
     if not TINY <= temperature < math.inf:
         raise PluresError(f"temperature must be positive and finite, got {temperature!r}.")
-    values = tensor("probabilities", probabilities, rank=None).movedim(axis, -1)
-    return soften(distributions("probabilities", values, rank=None), temperature).movedim(-1, axis)
+    return soften(distributions("probabilities", probabilities, rank=None), temperature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +181,6 @@ class Uncertainty:
     total: Tensor
     aleatoric: Tensor
     epistemic: Tensor
-
-
-def entropy(probabilities: Array) -> Tensor:
-    """Return the entropy over the last axis in nats: shape [..., classes] becomes [...], and 0 log 0 = 0.
-
-    >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
-    tensor([0.6931, 0.0000])
-    """
-    return entropies(distributions("probabilities", probabilities, rank=None))
 
 
 def uncertainty(members: Array) -> Uncertainty:

@@ -23,7 +23,7 @@ Reduction = Literal["mean", "sum"]
 # Options of earlier versions, at the values that their methods have for good.
 GONE = (
     *(("factors", "gaussian"), ("private_norm", False), ("input_repetition", 0.0), ("every_mask", False)),
-    *(("granularity", "element"), ("gamma", 1)),
+    *(("granularity", "element"), ("gamma", 1), ("roles", None)),
 )
 
 

@@ -1,22 +1,17 @@
 """Deep ensemble: k networks, trained independently (Lakshminarayanan, Pritzel and Blundell, 2017)."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from plures.calling import Arguments
 from plures.checks import check_members, one_of
+from plures.errors import PluresError
 from plures.losses import Loss
 from plures.methods.building import AnyOrder, Init
-from plures.methods.orthogonal_dropout.roles import (
-    check_head,
-    check_roles,
-    classifier_tensors,
-    names_of_shared,
-    no_classifier,
-)
+from plures.methods.orthogonal_dropout.roles import check_head, classifier_tensors
 from plures.seeding import check_seed
 from plures.stage import Stage, Step, refuse_other_shared
 from plures.tensors import copied_around, moments, restart, tensors
@@ -33,8 +28,8 @@ class DeepEnsemble(AnyOrder):
             train(stage)
         network = ensemble.checkout(2)
 
-    `classifier="fixed"` freezes the classifier of the network for all members, or, if `roles` are given and name some,
-    all tensors with the role "shared".
+    Parameters that are frozen (`requires_grad=False`) are shared by all members. `classifier="fixed"` freezes the
+    classifier of the network.
     `init="given"` starts every member from the network's weights, so that only the training makes them differ.
 
     Members are independent, so any open step can be trained at any time, also in another process that builds the same
@@ -49,7 +44,6 @@ class DeepEnsemble(AnyOrder):
         *,
         classifier: Classifier = "private",
         init: Init = "fresh",
-        roles: Mapping[str, str] | None = None,
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
@@ -57,8 +51,7 @@ class DeepEnsemble(AnyOrder):
         seed = check_seed(seed)
         one_of("init", init, get_args(Init))
         self.members, self.classifier, self.init, self.seed = members, classifier, init, seed
-        self.roles = None if roles is None else {name: role.value for name, role in check_roles(network, roles).items()}
-        self._shared = _shared(network, classifier, self.roles)  # names of tensors that all members have in common
+        self._shared = _shared(network, classifier)  # names of tensors that all members have in common
         if init == "given":
             check_head(network, self._shared)
         self.networks = nn.ModuleList(self._starts(network))
@@ -112,13 +105,16 @@ class DeepEnsemble(AnyOrder):
                 tensor.copy_(values[name])
 
 
-def _shared(network: nn.Module, classifier: str, given: Mapping[str, str] | None) -> set[str]:
+def _shared(network: nn.Module, classifier: str) -> set[str]:
     one_of("classifier", classifier, get_args(Classifier))
     names = tensors(network)
     frozen = {name for name, t in names.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     if classifier == "private":
         return frozen
-    shared = set(names_of_shared(given)) - frozen or set(classifier_tensors(network))
-    if not shared - frozen:
-        raise no_classifier(network)
-    return shared | frozen
+    classifier_of_all = set(classifier_tensors(network))
+    if not classifier_of_all:
+        raise PluresError(
+            f"{type(network).__name__} has no trainable Linear and no last 1x1 convolution that could be the "
+            "classifier: freeze what all members share, and leave out classifier='fixed'"
+        )
+    return classifier_of_all | frozen
