@@ -17,7 +17,7 @@ from networks import images, labels
 from plures import PluresError
 from plures.lab.cli.main import main
 from plures.methods.orthogonal_dropout.file import gaps
-from plures.methods.orthogonal_dropout.masks import spread
+from plures.methods.orthogonal_dropout.masks import mask_of, spread
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from test_together import KINDS
 
@@ -83,6 +83,21 @@ def test_a_stage_trains_its_share_alone() -> None:
     trained = sum(one.numel() for one in stage.parameters() if one.requires_grad)
     assert trained <= 0.05 * whole + private
     assert ensemble.roles["classifier.weight"] == ensemble.roles["norm.weight"] == "private"
+
+
+def test_a_stage_has_no_copy_of_the_given_weights_and_what_it_trains_is_its_share() -> None:
+    """Five members one after the other take the memory of one: little beside the network and the given weights."""
+    ensemble = plures.adapt(pretrained(), 5, share=0.02)
+    stage = next(ensemble.stages())
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    stage(images(), labels()).backward()
+    optimizer.step()
+    given = [mask_of(stage.network, name).given for name in ensemble.owners]
+    assert all(torch._C._is_cow_tensor(one) for one in given)
+    trained = [one for one in stage.parameters() if one.grad is not None]
+    kept = sum(one.nbytes for state in optimizer.state.values() for one in state.values())
+    assert kept + sum(one.nbytes + one.grad.nbytes for one in trained) < 0.3 * ensemble.given.nbytes
+    stage.commit()
 
 
 def test_an_untrained_member_answers_as_the_given_network() -> None:
