@@ -123,7 +123,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TABLE", help="tables whose names begin like this")
     parser.add_argument("--folder", nargs="+", default=[""], metavar="PART", help="runs whose folders contain this")
-    parser.add_argument("--tables", action="store_true", help="make no run, and measure no cost")
+    parser.add_argument("--tables", action="store_true", help="make no run")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of the runs")
     parser.add_argument("--data-dir", type=Path, help="the folder of the data sets")
     parser.add_argument("--jobs", type=int, help="runs at a time; one per core if not given")
@@ -144,11 +144,9 @@ def main(words: Sequence[str] | None = None) -> None:
         for job in filter(is_done, missing):
             with noted(failures, job):
                 store.keep(job, asked.data_dir)
-    if not asked.tables:
-        kept = [job for job, images in jobs if images == "metrics" and store.read(job, images)]
-        for job in {job.run.parent: job for job in kept}.values():
-            with noted(failures, job):
-                store.keep_costs(job)
+    for job in {job.run: job for job, images in jobs if images == "metrics" and store.read(job, images)}.values():
+        with noted(failures, job):
+            store.keep_costs(job)
     for name, one in {one.table: one for one in wanted}.items():
         if count := one.write():
             print(f"{name}: {count} runs")

@@ -27,7 +27,7 @@ from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import method_class, method_options
 from plures.lab.recipes import Recipe, get_recipe
 from plures.lab.runs.config import ABSENT, differences
-from plures.lab.runs.folder import RunFolder
+from plures.lab.runs.folder import GONE, RunFolder
 from plures.lab.runs.open import Run, data_for, described, ensemble_for, network_for, open_run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -119,7 +119,7 @@ def costs_document(job: Job) -> Kept | None:
     if not _costs_path(job).is_file():
         return None
     found = json.loads(_costs_path(job).read_text())
-    changed = differences({"recipe": found["recipe"]}, {"recipe": _seedless(_recipe(job))})
+    changed = differences({"recipe": _known(found["recipe"])}, {"recipe": _seedless(_recipe(job))})
     return None if changed or not _same_options(found, job) else found
 
 
@@ -150,9 +150,14 @@ def remove(name: str) -> None:
 
 def _is_of_today(found: Kept, job: Job) -> bool:
     """Return whether figures are of this recipe and these options: a new setting that is None changes nothing."""
-    if differences({"recipe": found["recipe"]}, {"recipe": _recipe(job)}):
+    if differences({"recipe": _known(found["recipe"])}, {"recipe": _recipe(job)}):
         return False
     return _same_options(found, job)
+
+
+def _known(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe without the settings that are gone, if they had the value that changes nothing."""
+    return {name: value for name, value in recipe.items() if (name, value) not in GONE}
 
 
 def _same_options(found: Kept, job: Job) -> bool:
