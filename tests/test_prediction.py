@@ -152,3 +152,22 @@ def test_networks_that_return_an_object_with_logits_and_take_named_inputs() -> N
 def test_logits_of_the_wrong_shape_are_refused() -> None:
     with pytest.raises(PluresError, match=r"expected \[members, batch, classes\]"):
         Prediction.from_logits(torch.zeros(3, 4))
+
+
+def test_batch_size_divides_every_tensor_that_is_as_long_as_the_first() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.seen: list[list[int]] = []
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            self.seen.append([len(x), len(scale), len(table)])
+            result: torch.Tensor = self.layer(x) * scale[:, None] + table
+            return result
+
+    ensemble = plures.Deterministic(Scaled())
+    given = {"x": torch.randn(7, 6), "scale": torch.rand(7), "table": torch.randn(3)}
+    whole = ensemble.predict(given).probabilities
+    torch.testing.assert_close(ensemble.predict(given, batch_size=4).probabilities, whole)
+    assert ensemble.network.seen == [[7, 7, 3], [4, 4, 3], [3, 3, 3]]

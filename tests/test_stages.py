@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,27 @@ def test_what_is_shared_may_come_from_half_precision(method) -> None:
     for stage in ensemble.stages():
         stage.load_state_dict({name: tensor.half() for name, tensor in stage.state_dict().items()})
     assert len(ensemble.trained) == 2
+
+
+@pytest.mark.parametrize("method", [partial(OrthogonalDropout, background="given"), plures.DeepEnsemble])
+def test_an_ensemble_in_shared_memory_is_trained(method: Callable[..., plures.Ensemble]) -> None:
+    network = mlp()
+    network[0].requires_grad_(False)
+    ensemble = method(network, 2)
+    ensemble.share_memory()
+    for stage in ensemble.stages():
+        train(stage)
+    assert ensemble.trained == [0, 1]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "together"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_norms_with_shared_statistics_stay_as_they_are(norm: type[nn.Module], schedule: str) -> None:
+    network = nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 8, 1), norm(8, track_running_stats=True), nn.Flatten(), nn.Linear(32, 3)
+    )
+    roles = {name: "split" if name == "4.weight" else "shared" for name in network.state_dict()}
+    ensemble = OrthogonalDropout(network, 2, background="given", roles=roles, schedule=schedule)
+    for stage in ensemble.stages():
+        train(stage)
+    assert ensemble.checkout(1)[2].running_mean.equal(torch.zeros(8))

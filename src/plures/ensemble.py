@@ -143,7 +143,7 @@ class Ensemble(Trainable, ABC):
                 "library": __version__,
                 "method": type(self).__name__,
                 "options": self.options(),
-                "state": self._state(),
+                "state": self._state() | self._belongs_to(),
                 "shapes": self.given.shapes,
                 "tied": self.given.tied,
                 "own_loss": self.loss is not F.cross_entropy,
@@ -207,8 +207,26 @@ class Ensemble(Trainable, ABC):
         return "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
 
     def _state(self) -> dict[str, Any]:
-        """Return the state that a file needs beyond options and tensors, as JSON values."""
+        """Return the state that training goes on from, beside options and tensors, as JSON values."""
         return {}
+
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `_state` returned, from a file or a state dict."""
+
+    def _belongs_to(self) -> dict[str, Any]:
+        """Return what a file says of the network that the ensemble belongs to, as JSON values."""
+        return {}
+
+    def get_extra_state(self) -> Tensor:
+        """Put the progress into the state dict, as the bytes of its JSON."""
+        return torch.tensor(list(json.dumps(self._state()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the progress from a state dict."""
+        try:
+            self._take_state(json.loads(bytes(state.tolist())))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PluresError(f"the progress in the state dict cannot be read: {error}") from error
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return the tensors for a file, with weights (not statistics) in the given dtype."""
@@ -239,6 +257,7 @@ class Ensemble(Trainable, ABC):
 
     def _fill(self, stored: Stored) -> None:
         """Copy tensors and progress from a file of an ensemble with the same network and options."""
+        self._take_state(stored.state)
         with torch.no_grad():
             for name, tensor in own_tensors(self).items():
                 overwrite(tensor, stored.read(name, tensor.shape), name)

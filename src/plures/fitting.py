@@ -32,7 +32,7 @@ WARMUP = 0.05  # of a stage, in which the rate rises
 RATE, DECAY = 1e-3, 1e-2  # of AdamW: as torch and most papers have them
 TARGETS = ("labels", "label", "targets", "target")  # the names that a batch may have for them
 BEST = "best."  # before the names of what a stage was in its best epoch, in a checkpoint
-LATER = (BEST, "_draft.")  # names that the state of an ensemble may have or not
+LATER = (BEST, "_draft.", "_extra_state")  # names of what is not the same at the start and later
 log = logging.getLogger("plures")
 
 
@@ -336,7 +336,7 @@ class CheckpointFile:
         state, own = checkpoints.others_of(self.saved), ensemble.state_dict()
         if any(step.committed for step in ensemble.plan()):
             raise PluresError(f"{path} would replace what the ensemble has learned: remove it, or train a new ensemble")
-        # The draft of a member in training is there only in the middle of its stages.
+        # The draft of a member in training is there only in the middle of its stages, and the progress has any length.
         shapes, stored = ({k: v.shape for k, v in one.items() if not k.startswith(LATER)} for one in (own, state))
         if shapes != stored:
             raise PluresError(f"{path} is a checkpoint of another network or method: give another file")

@@ -59,7 +59,8 @@ class Predictor(nn.Module):
             ensemble.predict(images, members=[0])  # the first member only
 
         - `inputs`: a tensor, a tuple of positional or a dict of named arguments of the network.
-        - `batch_size`: the largest number of samples in the network at once.
+        - `batch_size`: the largest number of samples in the network at once. Every tensor that is as long as the first
+          one is divided with it: keep a constant, such as class weights, in a buffer of the network.
         - `abstain_below`: if the confidence is lower, the label is -1.
         - `calibrated`: if False, a calibrated ensemble does not apply its temperature.
         - `members`: predict with these members only. Their prediction is not calibrated, because a calibration is for

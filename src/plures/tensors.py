@@ -131,7 +131,8 @@ def copied_around(network: nn.Module, names: Container[str], values: Mapping[str
     for name, tensor in tensors(network).items():
         value = tensor if name in names else (values or {}).get(name)
         if value is not None and id(tensor) not in memo:
-            alike = value.stride() == tensor.stride()
+            shared = value.is_shared()  # type: ignore[no-untyped-call]  # with other processes: torch cannot share it lazily
+            alike = value.stride() == tensor.stride() and not shared
             lazy = torch._lazy_clone(value.detach()) if alike else torch.empty_like(tensor).copy_(value)
             trains = tensor.requires_grad
             memo[id(tensor)] = nn.Parameter(lazy.detach(), trains) if isinstance(tensor, nn.Parameter) else lazy

@@ -69,23 +69,12 @@ class AnyOrder(Ensemble):
         options = {name: value for name, value in stored.options.items() if (name, value) not in GONE}
         return super()._restore(network, replace_in(stored, options=options))
 
-    def _fill(self, stored: Stored) -> None:
-        committed = stored.state["committed"]
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        committed = state["committed"]
         committed = committed if isinstance(committed, list) else [committed]  # of one stage
         if list(map(type, committed)) != [bool] * len(self._trains):
             raise PluresError(f"the progress of {len(self._trains)} stages is stored as {committed!r}")
-        super()._fill(stored)
         self._committed = list(committed)
-
-    def get_extra_state(self) -> Tensor:
-        """Put the progress into the state dict, as a tensor."""
-        return torch.tensor(self._committed)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take the progress from a state dict."""
-        if state.numel() != len(self._trains) or state.dtype != torch.bool:
-            raise PluresError(f"the progress of {state.numel()} stages is stored, not {len(self._trains)}")
-        self._committed = state.flatten().tolist()
 
 
 class OneStage(AnyOrder):

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from plures.calling import Arguments, call_with, logits_of
 from plures.checks import one_of
@@ -192,7 +192,7 @@ class OrthogonalDropout(Ensemble):
         """Set the engine and the pace of a stage, and keep the norms of its network that members share as they are."""
         stage.engine = None if self._background == "given" else TrainingEngine()
         stage.pace = self._pace(stage.phase)
-        norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _BatchNorm)]
+        norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _NormBase)]
         stage.still = [norm for name, norm in norms if self.roles.get(name.lstrip(".")) is Role.SHARED]
         return stage.train()
 
@@ -337,8 +337,16 @@ class OrthogonalDropout(Ensemble):
 
     def _state(self) -> dict[str, Any]:
         """Return the state that a file needs beyond options and tensors, as JSON values."""
-        base = {} if self._given is None else {"base": file.base_of(self._split)}
-        return {"committed": self._progress.committed, "moments": self._moments, **base}
+        return {"committed": self._progress.committed, "moments": self._moments}
+
+    def _belongs_to(self) -> dict[str, Any]:
+        return {} if self._given is None else {"base": file.base_of(self._split)}
+
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        self._progress.take(state["committed"])
+        self._moments = file.moments_from(state["moments"], self.roles)
+        self._draft = None if self._progress.in_training is None else copy.deepcopy(self.network)
+        self._ticket = object()
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return the tensors that a file holds: owners packed, weights by member."""
@@ -365,26 +373,15 @@ class OrthogonalDropout(Ensemble):
 
     def _fill(self, stored: Stored) -> None:
         """Restore tensors and progress from a file."""
-        self._progress.take(stored.state["committed"])
-        self._moments = file.moments_from(stored.state["moments"], self.roles)
+        self._take_state(stored.state)
         file.from_tensors(self._split, stored)
-        self._draft = None if self._progress.in_training is None else file.draft_from(self._split, stored)
-        self._ticket = object()
+        if self._draft is not None:
+            self._draft = file.draft_from(self._split, stored)
 
     def _size_lines(self) -> list[str]:
         """Describe the size of the ensemble, by role."""
         stored = sum(file.expected_bytes(self._split).values())
         return [*file.role_lines(self._split), file_line(stored, self.given.nbytes)]
-
-    def get_extra_state(self) -> Tensor:
-        """Put the progress into the state dict, as a tensor."""
-        return self._progress.as_tensor()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take the progress from a state dict, and make room for a member in training."""
-        self._progress.take_tensor(state)
-        self._draft = None if self._progress.in_training is None else copy.deepcopy(self.network)
-        self._ticket = object()
 
     # Checks
 

@@ -146,11 +146,3 @@ class Progress:
             if list(done) != [phase for phase in PHASES if phase in done]:
                 raise PluresError(f"the progress of a member is stored as {done!r}")
         self.committed = [list(done) for done in committed]
-
-    def as_tensor(self) -> Tensor:
-        """Return the progress as numbers for a state dict."""
-        return torch.tensor([[phase in done for phase in PHASES] for done in self.committed])
-
-    def take_tensor(self, state: Tensor) -> None:
-        """Restore what `as_tensor` gave."""
-        self.take([[phase for phase, done in zip(PHASES, row, strict=False) if done] for row in state.tolist()])
