@@ -375,9 +375,20 @@ def small() -> str:
 
 
 def pretrained() -> str:
-    """Ensembles from one pre-trained network: the table of its own script."""
+    """Return the tables of ensembles from one pre-trained network, without most of the columns."""
     path = RESULTS / "pretrained.md"
-    return f"### A pre-trained text encoder\n\n{path.read_text()}" if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    parts = []
+    for block in path.read_text().split("\n\n"):
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        if block.startswith("|"):
+            places = [0, *(lines[0].index(name) for name in ("accuracy", "NLL", "ECE", "file", "training"))]
+            lines[0] = ["method", *lines[0][1:]]
+            parts.append("\n".join(f"| {' | '.join(line[place] for place in places)} |" for line in lines))
+        elif not block.startswith("- "):
+            parts.append(f"### Pre-trained: {block.strip()}")
+    return "\n\n".join(parts) + "\n"
 
 
 def table(recipe: str) -> str:
