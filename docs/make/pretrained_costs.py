@@ -9,7 +9,6 @@ Times are processor times of one thread: the second fastest of nine calls, the m
 import argparse
 import gc
 import logging
-import resource
 import statistics
 import subprocess
 import sys
@@ -107,7 +106,7 @@ def peak(kind: str) -> int:
     """Train a few steps, and return the peak of the memory beyond what imports take."""
     torch.ones(100, 100) @ torch.ones(100, 100)
     gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = highest()
     network = network_of("TREC")
     if kind == KINDS[0]:
         stages: Iterable[nn.Module] = [network.train()]
@@ -126,7 +125,13 @@ def peak(kind: str) -> int:
             loss.backward()
             optimizer.step()
         del stage, optimizer, loss
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return highest() - before
+
+
+def highest() -> int:
+    """Return the largest memory of this process so far; `resource` would count that of its parent before it began."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def file_ratio(method: str) -> float:
