@@ -93,7 +93,7 @@ class _RelativeNLL(GaussianNLL):
         return super().__call__(scaled, targets / self.width)
 
 
-class Rows:
+class _Rows:
     """Batches of a table; a row of weight 1.3 comes once in each reading, and a second time in three of ten."""
 
     def __init__(self, table: Sequence[Tensor], batches: int) -> None:
@@ -162,10 +162,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if len(table[0]) >= FEWEST_ROWS:
             order = _held_first(table[1])
             some, table = zip(*(one[order].tensor_split([int(HELD_OUT * len(order))]) for one in table), strict=True)
-            held = {"validation": [next(iter(Rows(some, 1)))], "patience": PATIENCE}
+            held = {"validation": [next(iter(_Rows(some, 1)))], "patience": PATIENCE}
         size = self.batch_size or min(LARGEST_BATCH, max(SMALLEST_BATCH, math.ceil(len(table[0]) / STEPS)))
         self.ensemble_.fit(
-            Rows(table, math.ceil(len(table[0]) / size)),
+            _Rows(table, math.ceil(len(table[0]) / size)),
             self.epochs,
             optimizer=lambda stage: torch.optim.AdamW(
                 stage.parameter_groups(self.weight_decay), self.learning_rate, fused=True
