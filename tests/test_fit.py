@@ -138,6 +138,8 @@ def generated() -> Iterator[tuple[Tensor, Tensor]]:
         ({"epochs": {"prune": 1}}, "nothing for the phase 'train'"),
         ({"schedule": "cosin"}, "schedule='cosin'; use one of cosine, constant"),
         ({"optimizer": lambda stage: torch.optim.SGD(stage.parameters(), lr=1e30)}, "became NaN or infinite"),
+        ({"optimizer": lambda stage: None}, "optimizer= returned NoneType: return an optimizer"),
+        ({"validation": [(digits(slice(32))[0], None)]}, "the targets are not numbers"),
     ],
 )
 def test_bad_input_gets_one_sentence(given: dict[str, Any], words: str) -> None:

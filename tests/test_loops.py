@@ -52,8 +52,8 @@ def network():
     return Network()
 
 
-def ensemble():
-    return plures.OrthogonalDropout(network(), members=2)
+def ensemble(schedule="sequential"):
+    return plures.OrthogonalDropout(network(), members=2, schedule=schedule)
 
 
 def optimizer(stage):
@@ -82,10 +82,11 @@ def usual(data):
     return accuracy(fit(ensemble(), data, recipe, quiet=True), data)
 
 
-def test_accelerate(data, digits, usual):
+@pytest.mark.parametrize("schedule", ["sequential", "together"])
+def test_accelerate(data, digits, usual, schedule):
     from accelerate import Accelerator
 
-    accelerator, trained = Accelerator(cpu=True), ensemble()
+    accelerator, trained = Accelerator(cpu=True), ensemble(schedule)
     for stage in trained.stages():
         batches = DataLoader(digits, BATCH, shuffle=True)
         model, stepper, batches = accelerator.prepare(stage, optimizer(stage), batches)
@@ -107,7 +108,7 @@ def test_hugging_face_trainer(data, digits, usual, tmp_path):
         str(tmp_path), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, learning_rate=RATE, use_cpu=True,
         remove_unused_columns=False, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    trained = ensemble()
+    trained = ensemble("together")
     for stage in trained.stages():
         transformers.Trainer(model(stage), settings, train_dataset=rows).train()
     assert accuracy(trained, data) == pytest.approx(usual, abs=0.05)
@@ -123,7 +124,7 @@ def test_lightning(data, digits, usual, tmp_path):
     pytest.importorskip("lightning")
     module = from_the_guide("StageModule")
 
-    trained = ensemble()
+    trained = ensemble("together")
     for stage in trained.stages():
         trainer = lightning_trainer(tmp_path, enable_checkpointing=False)
         trainer.fit(module(stage), DataLoader(digits, BATCH, shuffle=True))

@@ -227,10 +227,11 @@ def trained(ensemble: plures.Ensemble) -> plures.Ensemble:
 def in_a_process(folder: Path, rank: int) -> None:
     """Train in one of two processes, and write down what came of it."""
     torch.distributed.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    for classifier in (None, "fixed"):
+    for classifier, schedule in ((None, "sequential"), ("private", "together"), ("fixed", "sequential")):
         torch.manual_seed(rank)  # the mistake: each process draws another network
+        seed = 0 if schedule == "together" else rank  # other owners from the start would be refused
         network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-        ensemble = OrthogonalDropout(network, members=2, classifier=classifier, seed=rank)
+        ensemble = OrthogonalDropout(network, members=2, classifier=classifier, schedule=schedule, seed=seed)
         torch.manual_seed(rank)
         x, y = torch.randn(8, 8), torch.arange(8) % 3  # each process has data of its own
         try:
@@ -270,8 +271,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_processes_that_start_from_other_networks_end_with_the_same_ensemble(said: dict[str, str]) -> None:
-    assert said["None-0"] == said["None-1"]
-    assert said["None-0"].startswith("answer")
+    for classifier in ("None", "private"):
+        assert said[f"{classifier}-0"] == said[f"{classifier}-1"]
+        assert said[f"{classifier}-0"].startswith("answer")
 
 
 def test_processes_with_another_fixed_classifier_are_told(said: dict[str, str]) -> None:
@@ -358,3 +360,43 @@ def test_norms_with_shared_statistics_stay_as_they_are(norm: type[nn.Module], sc
     for stage in ensemble.stages():
         train(stage)
     assert ensemble.checkout(1)[2].running_mean.equal(torch.zeros(8))
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"loss": nn.CrossEntropyLoss(reduction="none")},
+            r"CrossEntropyLoss returned a tensor of shape \[12\]: return one",
+        ),
+        (
+            {"loss": lambda logits, _: float(logits.detach().sum())},
+            "the loss <lambda> returned float: return one number",
+        ),
+        ({"inputs": INPUTS[:1], "targets": TARGETS[:1]}, "a batch norm needs more than one sample in training"),
+        ({"inputs": INPUTS[:0], "targets": TARGETS[:0]}, "the batch is empty"),
+        ({"inputs": INPUTS.numpy()}, "the batch has a numpy array: convert it with torch.from_numpy"),
+        ({"targets": TARGETS.tolist()}, "the targets are list: give a tensor"),
+        ({"targets": TARGETS[:5]}, r"for targets of shape \[5\]: give one class for each place, \[12\]"),
+        ({"targets": TARGETS.float()}, "the targets are torch.float32; classes are whole numbers"),
+        ({"targets": TARGETS + 3}, "a target is not among the classes, which count from 0"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["sequential", "together"])
+def test_a_batch_that_cannot_be_trained_on_gets_one_sentence(schedule: Any, given: dict[str, Any], words: str) -> None:
+    ensemble = OrthogonalDropout(with_norm(), 2, schedule=schedule, loss=given.get("loss"))
+    stage = next(ensemble.stages())
+    with pytest.raises(PluresError, match=words):
+        stage(given.get("inputs", INPUTS), given.get("targets", TARGETS))
+
+
+def test_sparse_embeddings_of_members_together_have_dense_gradients() -> None:
+    network = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Flatten(), nn.Linear(24, 3))
+    ensemble = OrthogonalDropout(network, 2, schedule="together")
+    stage = next(ensemble.stages())
+    stage(torch.randint(0, 10, (12, 3)), TARGETS).backward()
+    assert all(one.grad.layout is torch.strided for one in stage.parameters() if one.grad is not None)

@@ -294,3 +294,14 @@ def test_a_stage_can_be_compiled() -> None:
     x, y = networks.images(8), networks.labels(8)
     expected = stage(x, y)
     torch.testing.assert_close(torch.compile(stage, backend="aot_eager")(x, y), expected)
+
+
+def test_a_clipped_norm_is_over_all_members() -> None:
+    stage = next(made(networks.mlp).stages())
+    stage(networks.images(8).double(), networks.labels(8)).backward()
+    gradients = [one.grad.clone() for one in stage.parameters() if one.grad is not None]
+    whole = torch.stack([one.norm() for one in gradients]).norm()
+    assert torch.nn.utils.clip_grad_norm_(stage.parameters(), 0.5 * float(whole)).item() == pytest.approx(float(whole))
+    clipped = [one.grad for one in stage.parameters() if one.grad is not None]
+    for before, after in zip(gradients, clipped, strict=True):
+        torch.testing.assert_close(after, before / 2, rtol=1e-5, atol=1e-6)

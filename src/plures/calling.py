@@ -1,14 +1,16 @@
 """How a network is called: its arguments, in chunks, by several threads, and the logits that it returns."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plures.errors import PluresError
 
+TARGETS = ("labels", "label", "targets", "target")  # the names that a batch may have for them
 Structure = TypeVar("Structure")
 Result = TypeVar("Result")
 
@@ -98,6 +100,27 @@ def chunks(inputs: Any, size: int | None) -> Iterator[Any]:
         return
     for start in range(0, max(len(batch), 1), size):
         yield rows_of(inputs, slice(start, start + size))
+
+
+def pairs_of(loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Read batches of (inputs, targets), or dicts with labels."""
+    for batch in loader:
+        if isinstance(batch, Mapping):
+            name = next((one for one in TARGETS if one in batch), None)
+            if name is None:
+                raise PluresError(f"a batch has {', '.join(map(str, batch))}, and none of {', '.join(TARGETS)}")
+            inputs, targets = {key: value for key, value in batch.items() if key != name}, batch[name]
+        elif isinstance(batch, tuple | list) and len(batch) == 2:
+            inputs, targets = batch
+        else:
+            raise PluresError(
+                f"the loader gave {type(batch).__name__}; expected pairs of inputs and targets, or dicts with labels"
+            )
+        try:
+            numbers = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise PluresError(f"the targets are not numbers ({error}): give them as one tensor") from error
+        yield inputs, numbers
 
 
 def copied(inputs: Any) -> Arguments:

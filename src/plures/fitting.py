@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plures import checkpoints, files
+from plures.calling import pairs_of
 from plures.checks import one_of, whole_number
 from plures.errors import PluresError
 from plures.losses import Loss, loss_of_all
@@ -30,7 +31,6 @@ FEW_STEPS = 200  # of a stage: most networks need more to learn anything
 PRUNE_SHARE = 0.1  # of the epochs, as in the paper: 20 for 200
 WARMUP = 0.05  # of a stage, in which the rate rises
 RATE, DECAY = 1e-3, 1e-2  # of AdamW: as torch and most papers have them
-TARGETS = ("labels", "label", "targets", "target")  # the names that a batch may have for them
 BEST = "best."  # before the names of what a stage was in its best epoch, in a checkpoint
 LATER = (BEST, "_draft.", "_extra_state")  # names of what is not the same at the start and later
 log = logging.getLogger("plures")
@@ -387,7 +387,10 @@ def _loop(
             f"use smaller batches, or epochs={math.ceil(FEW_STEPS / max(1, steps))} or more"
         )
     factor = partial(_cosine, total=total) if schedule == "cosine" else lambda _: 1.0
-    return StageLoop(stage, loader, steps, epochs, optimizer(stage), factor, seed=seed, device=device)
+    made = optimizer(stage)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PluresError(f"optimizer= returned {type(made).__name__}: return an optimizer of stage.parameters()")
+    return StageLoop(stage, loader, steps, epochs, made, factor, seed=seed, device=device)
 
 
 def _copies(stage: Stage) -> dict[str, Tensor]:
@@ -416,20 +419,9 @@ def _cosine(step: int, total: int) -> float:
 
 
 def _pairs(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
-    """Read batches of (inputs, targets), or dicts with labels, and move them to a device."""
-    for batch in loader:
-        if isinstance(batch, Mapping):
-            name = next((one for one in TARGETS if one in batch), None)
-            if name is None:
-                raise PluresError(f"a batch has {', '.join(map(str, batch))}, and none of {', '.join(TARGETS)}")
-            inputs, targets = {key: value for key, value in batch.items() if key != name}, batch[name]
-        elif isinstance(batch, tuple | list) and len(batch) == 2:
-            inputs, targets = batch
-        else:
-            raise PluresError(
-                f"the loader gave {type(batch).__name__}; expected pairs of inputs and targets, or dicts with labels"
-            )
-        yield _moved(inputs, device), torch.as_tensor(targets).to(device)
+    """Read batches of inputs and targets, and move them to a device."""
+    for inputs, targets in pairs_of(loader):
+        yield _moved(inputs, device), targets.to(device)
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from plures.answers import Prediction, Regression
 from plures.calibration import Calibration, ClassCalibration, NumberCalibration
-from plures.calling import Lender, arguments, batch_of, chunks, each_batched, refuse_nan
+from plures.calling import Lender, arguments, batch_of, chunks, each_batched, pairs_of, refuse_nan
 from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_classes, is_for_numbers, name_of
 
@@ -208,14 +208,6 @@ def _forget_calibration(predictor: Predictor, _incompatible: object) -> None:
 
 def _batches(inputs: Any, targets: Any) -> Iterable[tuple[Any, Tensor]]:
     """Read held-out data: inputs with targets, or a loader of both."""
-    pairs: Iterable[Any] = [(inputs, targets)] if targets is not None else inputs
     if targets is None and (isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable)):
         raise PluresError(f"{type(inputs).__name__} has no targets: give both, or a loader of (inputs, targets)")
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise PluresError(f"the loader gave {type(pair).__name__}; expected pairs of inputs and targets")
-        try:
-            numbers = torch.as_tensor(pair[1])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise PluresError(f"the targets are not numbers ({error}): give them as one tensor") from error
-        yield pair[0], numbers
+    return pairs_of(inputs if targets is None else [(inputs, targets)])

@@ -6,17 +6,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from plures.calling import arguments, call, logits_of
 from plures.errors import PluresError
-from plures.losses import Loss, class_axis, is_for_classes
+from plures.losses import Loss, class_axis, is_for_classes, name_of
 from plures.tensors import all_frozen
 
 FORGET = 0.1  # the share of the recent loss that each step replaces
 FEW_STEPS = 10  # fewer teach a network hardly anything
 NO_BETTER = 0.98  # of the loss of guessing: from here on, nothing was learned
+ADVICE = {  # what torch says of a batch, and what to do
+    "more than 1 value per channel": "a batch norm needs more than one sample in training: drop such a batch "
+    "(drop_last=True), or take larger ones",
+    "Target": "a target is not among the classes, which count from 0",
+}
 log = logging.getLogger("plures")
 
 
@@ -155,20 +161,38 @@ class Stage(nn.Module):
 
     def forward(self, inputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of a batch."""
-        loss, logits = self._loss_of(inputs, targets)
+        args, kwargs = arguments(inputs)
+        _check_batch([*args, *kwargs.values()], targets)
+        try:
+            loss, logits = self._loss_of(inputs, targets)
+        except (ValueError, IndexError) as error:
+            for words, advice in ADVICE.items():
+                if words in str(error):
+                    raise PluresError(f"{advice} ({error})") from error
+            raise
         if self.training and torch.is_grad_enabled():
             plain = unwrapped(self.loss)
             known = is_for_classes(plain) and logits.dim() > 1
             chance = self.heads * math.log(logits.shape[class_axis(plain)]) if known else None
-            args, kwargs = arguments(inputs)
             self.record.add(loss, chance, [*args, *kwargs.values(), targets])
         return loss
 
     def _loss_of(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the logits of one member; a method with another loss overrides this."""
         logits = self.logits(inputs)
+        return self.member_loss(logits, targets), logits
+
+    def member_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of the logits of one member, which must be one number."""
         check_classes(unwrapped(self.loss), logits, targets)
-        return self.loss(logits, targets), logits
+        loss = self.loss(logits, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PluresError(
+                f"the loss {name_of(self.loss)} returned {found}: return one number as a tensor, such as the mean over "
+                "the batch (reduction='mean')"
+            )
+        return loss
 
     def parameter_groups(self, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Return parameter groups for an optimizer, with weight decay only where the method needs it.
@@ -223,6 +247,16 @@ class Stage(nn.Module):
         return {name: None if one.is_meta else one.item() for name, one in sums.items()}
 
 
+def _check_batch(inputs: Sequence[Any], targets: Any) -> None:
+    for one in (*inputs, targets):
+        if isinstance(one, np.ndarray):
+            raise PluresError("the batch has a numpy array: convert it with torch.from_numpy")
+    if not isinstance(targets, Tensor):
+        raise PluresError(f"the targets are {type(targets).__name__}: give a tensor")
+    if not targets.numel():
+        raise PluresError("the batch is empty: a step needs at least one sample")
+
+
 def _note_resumption(stage: Stage, _incompatible: object) -> None:
     stage._resumed = True
 
@@ -271,7 +305,9 @@ def check_classes(loss: Loss, logits: Tensor, targets: Tensor) -> None:
         )
     places = [*shape[: axis % len(shape)], *shape[axis % len(shape) + 1 :]]
     distributions = [places[0], shape[axis], *places[1:]]
-    if len(shape) > 2 and list(targets.shape) not in (places, distributions):
+    if list(targets.shape) == places and (targets.is_floating_point() or targets.dtype == torch.bool):
+        raise PluresError(f"the targets are {targets.dtype}; classes are whole numbers: convert them with .long()")
+    if list(targets.shape) not in (places, distributions):
         raise PluresError(
             f"the network returned {shape}, classes on axis {axis}, for targets of shape {list(targets.shape)}: give "
             f"one class for each place, {places}"

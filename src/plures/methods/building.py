@@ -125,7 +125,7 @@ class TogetherStage(Stage):
         if averages_rows(unwrapped(self.loss)):  # one call for all: a small network's step is short
             mean = self.loss(logits.flatten(0, 1), targets.repeat(len(logits), *[1] * (targets.dim() - 1)))
         else:
-            mean = torch.stack([self.loss(member, targets) for member in logits]).mean()
+            mean = torch.stack([self.member_loss(member, targets) for member in logits]).mean()
         return mean * self.heads, logits[0]
 
 

@@ -13,7 +13,7 @@ from plures.errors import PluresError
 from plures.losses import Loss, class_axis
 from plures.methods import building
 from plures.methods.building import Init, ManyInOne, TogetherStage
-from plures.stage import Stage, Step, check_classes
+from plures.stage import Stage, Step
 from plures.tensors import Layer, canonical, moments, restart
 
 
@@ -106,8 +106,7 @@ class _Training(TogetherStage):
         else:
             rows = torch.arange(len(images), device=images.device).expand(self.slots[0], -1)
         heads = cast(_Slots, self.network).run([images[row] for row in rows], name)
-        check_classes(self.loss, heads[0], targets[rows[0]])
-        losses = [self.loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]
+        losses = [self.member_loss(head, targets[row]) for head, row in zip(heads, rows, strict=True)]
         return torch.stack(losses).sum(), heads[0]
 
 

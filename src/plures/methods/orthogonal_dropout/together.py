@@ -41,6 +41,9 @@ class Members(nn.Module):
         self._places = places(network)
         self._shared = [place for place, first in self._places.items() if split.roles[first] is Role.SHARED]
         self._lender: Lender[Trunk] = Lender()
+        for module in network.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # a row of all members' weights has a dense gradient
         for name, tensor in tensors(network).items():
             if split.roles[name] is not Role.SPLIT:
                 tensor.requires_grad_(False)  # shared, or in the place of private rows
