@@ -193,7 +193,7 @@ def test_videos_and_numbers_train_as_well() -> None:
     numbers = DataLoader(TensorDataset(torch.rand(16, 3), torch.rand(16)), 8)
     forecaster = plures.DeepEnsemble(nn.Linear(3, 2), 2, loss=plures.GaussianNLL())
     forecaster.fit(numbers, 1, progress=False, callbacks=[records.append])
-    assert records[0]["train_accuracy"] is None
+    assert records[0]["validation_accuracy"] is None
 
 
 OPTIMIZERS = ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "Rprop", "RMSprop", "ASGD", "Adafactor")

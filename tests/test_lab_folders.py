@@ -133,7 +133,7 @@ def test_names_that_the_system_refuses(tmp_path) -> None:
             use(tmp_path / ("x" * 300))
 
 
-@pytest.mark.parametrize("key", ["stage", "phase", "member", "epoch", "loss", "train_accuracy", "validation_accuracy"])
+@pytest.mark.parametrize("key", ["stage", "phase", "member", "epoch", "loss", "validation_accuracy"])
 def test_a_record_that_lacks_something_is_left_out(folder: Path, key: str) -> None:
     run = RunFolder(folder)
     before = run.records()

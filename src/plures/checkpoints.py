@@ -47,78 +47,61 @@ def pack(
     return digest(contents, length=CHECKSUM).encode() + contents
 
 
-def about_of(contents: bytes) -> str:
-    """Read what the tensors are of."""
-    return str(_metadata(contents).get("about", ""))
+class Checkpoint(NamedTuple):
+    """What `pack` was given."""
+
+    position: Position
+    about: str
+    tensors: dict[str, Tensor]
+
+    def others(self) -> dict[str, Tensor]:
+        """Return the other tensors."""
+        return {name.removeprefix("other."): one for name, one in self.tensors.items() if name.startswith("other.")}
+
+    @torch.no_grad()
+    def restore(self, stage: nn.Module, optimizer: Optimizer) -> None:
+        """Restore a stage and its optimizer."""
+        stored = {name: one for name, one in self.tensors.items() if not name.startswith("other.")}
+        for name, tensor in _tensors(stage).items():
+            if name not in stored and name.startswith("stage.record."):
+                continue  # version 0.1 kept no record of the training
+            if name not in stored or stored[name].shape != tensor.shape:
+                raise damaged("it does not fit the stage")
+            tensor.copy_(stored.pop(name))
+        parameters = dict(stage.named_parameters())
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        places = {id(one): place for place, one in enumerate(trained)}
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in stored.items():
+            path, _, key = name.removeprefix("optimizer.").rpartition(".")
+            parameter = parameters.get(path)
+            if parameter is None or id(parameter) not in places or tensor.numel() > max(1, parameter.numel()):
+                raise damaged("it does not fit the stage")
+            if tensor.shape == parameter.shape:
+                # In the memory format of the parameter: in another, sums would round differently.
+                tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+            state.setdefault(places[id(parameter)], {})[key] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def position_of(contents: bytes) -> Position:
-    """Read the position alone."""
-    try:
-        stored = json.loads(_metadata(contents)["position"])  # 0.1 stored more
-        found = Position(**{name: stored[name] for name in Position._fields if name in stored})
-        counts = (found.committed, found.epoch, found.best_epoch)
-        plain = all(type(one) is int and one >= 0 for one in counts)
-        if not plain or not all(isinstance(one, int | float) for one in (found.best_loss, *found.loss_scale.values())):
-            raise ValueError(f"its position is {tuple(found)!r}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(f"{type(error).__name__}: {error}") from error
-    return found
-
-
-def _metadata(contents: bytes) -> dict[str, str]:
-    contents = _checked(contents)
-    try:
-        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
-        return dict(header["__metadata__"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(f"{type(error).__name__}: {error}") from error
-
-
-@torch.no_grad()
-def unpack(contents: bytes, stage: nn.Module, optimizer: Optimizer) -> None:
-    """Restore the stage and the optimizer that `pack` was given."""
-    stored = _read(contents)
-    for name, tensor in _tensors(stage).items():
-        if name not in stored and name.startswith("stage.record."):
-            continue  # version 0.1 kept no record of the training
-        if name not in stored or stored[name].shape != tensor.shape:
-            raise damaged("it does not fit the stage")
-        tensor.copy_(stored.pop(name))
-    parameters = dict(stage.named_parameters())
-    places = {id(one): at for at, one in enumerate(one for group in optimizer.param_groups for one in group["params"])}
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in stored.items():
-        if name.startswith("other."):
-            continue
-        place, _, key = name.removeprefix("optimizer.").rpartition(".")
-        parameter = parameters.get(place)
-        if parameter is None or id(parameter) not in places or tensor.numel() > max(1, parameter.numel()):
-            raise damaged("it does not fit the stage")
-        if tensor.shape == parameter.shape:
-            # In the memory format of the parameter: in another, sums would round differently.
-            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-        state.setdefault(places[id(parameter)], {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def others_of(contents: bytes) -> dict[str, Tensor]:
-    """Read the other tensors that `pack` was given."""
-    return {name.removeprefix("other."): one for name, one in _read(contents).items() if name.startswith("other.")}
-
-
-def _read(contents: bytes) -> dict[str, Tensor]:
-    try:
-        stored: dict[str, Tensor] = safetensors.torch.load(_checked(contents))
-    except SafetensorError as error:
-        raise damaged(error) from error
-    return stored
-
-
-def _checked(contents: bytes) -> bytes:
-    """Take the checksum off; without the right one, the file is one of version 0.1, or no safetensors file."""
+def read(contents: bytes) -> Checkpoint:
+    """Read what `pack` returned, or version 0.1, which had no checksum."""
     rest = contents[CHECKSUM:]
-    return rest if contents[:CHECKSUM] == digest(rest, length=CHECKSUM).encode() else contents
+    contents = rest if contents[:CHECKSUM] == digest(rest, length=CHECKSUM).encode() else contents
+    try:
+        tensors = safetensors.torch.load(contents)
+        header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])["__metadata__"]
+        stored = json.loads(header["position"])  # 0.1 stored more
+        position = Position(**{name: stored[name] for name in Position._fields if name in stored})
+        counts = (position.committed, position.epoch, position.best_epoch)
+        plain = all(type(one) is int and one >= 0 for one in counts)
+        if not plain or not all(
+            isinstance(one, int | float) for one in (position.best_loss, *position.loss_scale.values())
+        ):
+            raise ValueError(f"its position is {tuple(position)!r}")
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
+    return Checkpoint(position, str(header.get("about", "")), tensors)
 
 
 def _tensors(stage: nn.Module) -> dict[str, Tensor]:

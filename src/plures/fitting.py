@@ -19,7 +19,7 @@ from plures import checkpoints, files
 from plures.calling import pairs_of
 from plures.checks import one_of, whole_number
 from plures.errors import PluresError
-from plures.losses import Loss, loss_of_all
+from plures.losses import loss_of_all
 from plures.prediction import Predictor
 from plures.progress import ProgressLine
 from plures.seeding import seed_of
@@ -72,9 +72,6 @@ class StageLoop:
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.best = Best(math.inf, 0, {})
-        self.loss = CountingLoss(stage.loss)
-        del stage.loss  # without this, a module cannot be replaced by a function
-        stage.loss = self.loss
 
     def batches(self, number: int) -> Iterator[tuple[Any, Tensor]]:
         """Iterate over the batches of an epoch, counted from 1."""
@@ -89,7 +86,6 @@ class StageLoop:
         started, begun = time.perf_counter(), time.process_time()
         torch.manual_seed(seed_of(self.seed, "epoch", number, 0))
         total, index, samples = torch.zeros((), device=self.device), 0, 0
-        self.loss.reset(self.device)
         for index, (inputs, targets) in enumerate(self.batches(number), start=1):
             self._set_rates(number, index)
             with self.autocast():
@@ -113,7 +109,6 @@ class StageLoop:
         self._refuse_nan(total, number)
         if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):
             self._refuse_nan(torch.full_like(total, math.nan), number)
-        right, seen = self.loss.right.item(), self.loss.seen.item()
         seconds = time.perf_counter() - started
         return {
             "stage": self.stage.name,
@@ -122,7 +117,6 @@ class StageLoop:
             "epoch": number,
             "epochs": self.epochs,
             "loss": total.item() / (index * self.stage.heads),
-            "train_accuracy": right / seen if seen else None,
             "validation_accuracy": None,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "images_per_second": round(samples / seconds, 1),
@@ -166,33 +160,6 @@ class StageLoop:
                 f"{rate:g}; the state before this epoch is kept: start anew with a lower learning rate, a longer "
                 "warm-up or gradient clipping"
             )
-
-
-class CountingLoss(nn.Module):
-    """A loss that also counts correct labels, which costs no forward pass."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.loss = loss
-        self.reset(torch.device("cpu"))
-
-    @property
-    def __wrapped__(self) -> Loss:
-        """The loss that it watches, under the name that functools uses."""
-        return self.loss
-
-    def reset(self, device: torch.device) -> None:
-        """Count from zero."""
-        self.right = torch.zeros((), device=device)
-        self.seen = torch.zeros((), device=device)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss."""
-        whole = logits.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
-        if whole:  # anything else is not a classification
-            self.right += (logits.detach().argmax(1) == targets).sum()
-            self.seen += len(targets)
-        return self.loss(logits, targets)
 
 
 def lay_out(stage: Stage, batch_size: int, device: torch.device, *, mixed: bool) -> bool:
@@ -328,14 +295,15 @@ class CheckpointFile:
     def __init__(self, path: Path, ensemble: Trainable, epochs: int | Mapping[str, int]) -> None:
         self.path, self.ensemble = path, ensemble
         self.about = json.dumps([ensemble.options(), epochs], sort_keys=True)
-        self.saved = path.read_bytes() if files.is_file(path) else None
-        if self.saved is None or due(ensemble.plan()) is None:
+        plan = ensemble.plan()
+        self.saved = checkpoints.read(path.read_bytes()) if files.is_file(path) and due(plan) is not None else None
+        if self.saved is None:
             return
-        if checkpoints.about_of(self.saved) != self.about:
+        if self.saved.about != self.about:
             raise PluresError(f"{path} is of an ensemble with other options or epochs: give another file, or remove it")
-        state, own = checkpoints.others_of(self.saved), ensemble.state_dict()
-        if any(step.committed for step in ensemble.plan()):
+        if any(step.committed for step in plan):
             raise PluresError(f"{path} would replace what the ensemble has learned: remove it, or train a new ensemble")
+        state, own = self.saved.others(), ensemble.state_dict()
         # The draft of a member in training is there only in the middle of its stages, and the progress has any length.
         shapes, stored = ({k: v.shape for k, v in one.items() if not k.startswith(LATER)} for one in (own, state))
         if shapes != stored:
@@ -345,15 +313,12 @@ class CheckpointFile:
     def resume(self, loop: "StageLoop") -> int:
         """Restore the open stage, if the file is of it, and return the number of its finished epochs."""
         saved, self.saved = self.saved, None
-        if saved is None:
+        if saved is None or saved.position.committed != self._committed():
             return 0
-        position = checkpoints.position_of(saved)
-        if position.committed != self._committed():
-            return 0
-        checkpoints.unpack(saved, loop.stage, loop.optimizer)
-        best = {n.removeprefix(BEST): one for n, one in checkpoints.others_of(saved).items() if n.startswith(BEST)}
-        loop.best = Best(position.best_loss, position.best_epoch, best)
-        return position.epoch
+        saved.restore(loop.stage, loop.optimizer)
+        best = {n.removeprefix(BEST): one for n, one in saved.others().items() if n.startswith(BEST)}
+        loop.best = Best(saved.position.best_loss, saved.position.best_epoch, best)
+        return saved.position.epoch
 
     def write(self, loop: "StageLoop", number: int) -> None:
         """Write the file after an epoch."""

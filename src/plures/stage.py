@@ -262,9 +262,8 @@ def _note_resumption(stage: Stage, _incompatible: object) -> None:
 
 
 def unwrapped(loss: Loss) -> Loss:
-    """Return the loss that another one counts, or calls with more arguments."""
-    inner: Any = getattr(loss, "__wrapped__", loss)
-    return getattr(inner, "func", inner)  # type: ignore[no-any-return]
+    """Return the loss that another one calls with more arguments."""
+    return getattr(loss, "func", loss)
 
 
 def refuse_other_shared(stage: Stage, own: Mapping[str, Tensor], used: Mapping[str, Tensor]) -> None:

@@ -61,11 +61,9 @@ def _reliability(one: Detail) -> Panel:
 def training(one: Detail) -> Panel:
     """Draw accuracy and loss over the epochs: a line per member, from faint to strong."""
     key, word = "validation_accuracy", "validation accuracy"
-    if all(record[key] is None for record in one.records):
-        key, word = "train_accuracy", "training accuracy"
     known = [record for record in one.records if record[key] is not None]
     if not known:
-        return Panel(one.name, one.look.colour, None, "The log of the run has no accuracies.")
+        return Panel(one.name, one.look.colour, None, "The run had no validation images.")
     last = {record["member"]: record[key] for record in known}
 
     def draw(left: Axes, right: Axes) -> None:

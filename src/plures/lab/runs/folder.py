@@ -50,7 +50,7 @@ def schema(**fields: Any) -> Any:
 SCORES = {"accuracy": Number, "nll": Number, "ece": Number}
 RECORD = schema(  # one line of log.jsonl
     **{"stage": str, "phase": str, "member": Whole | None, "epoch": Count, "epochs": Count},
-    **{"loss": Number, "seconds": Number, "train_accuracy": Share | None, "validation_accuracy": Share | None},
+    **{"loss": Number, "seconds": Number, "validation_accuracy": Share | None},
 )
 CONFIG = schema(
     method=str,

@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from plures.checkpoints import Position, damaged, pack, position_of, unpack
+from plures import checkpoints
+from plures.checkpoints import Position, damaged, pack
 from plures.ensemble import Ensemble
 from plures.lab.data import Data, steps
 from plures.lab.recipes import Recipe
@@ -91,13 +92,13 @@ def fit(
 def _train_stage(loop: RecipeLoop, committed: list[str], folder: RunFolder, display: ProgressLine) -> None:
     """Train and commit a stage; the folder has its state after every epoch."""
     done, state = 0, folder.read_state()
-    position = None if state is None else position_of(state)
-    if state is not None and position is not None and position.committed == len(committed):  # else of a stage before
-        done = position.epoch
+    saved = None if state is None else checkpoints.read(state)
+    if saved is not None and saved.position.committed == len(committed):  # else of a stage before
+        done = saved.position.epoch
         if done > loop.epochs:
             raise damaged(f"it is after epoch {done} of {loop.epochs}")
-        unpack(state, loop.stage, loop.optimizer)
-        loop.scaler.load_state_dict(position.loss_scale)
+        saved.restore(loop.stage, loop.optimizer)
+        loop.scaler.load_state_dict(saved.position.loss_scale)
         display.say(f"resuming {loop.stage.name} after epoch {done} of {loop.epochs}")
     folder.keep_records(committed, loop.stage.name, done)
     for number in range(done + 1, loop.epochs + 1):
