@@ -493,15 +493,3 @@ def test_masks_lie_in_memory_as_their_weights_do() -> None:
     assert weight.original.is_contiguous(memory_format=torch.channels_last)
     assert weight[0].mask.stride() == weight.original.stride()
     assert stage.network.blocks[0].conv1.weight.stride() == weight.original.stride()
-
-
-def test_a_given_network_with_few_weights_for_its_members_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    def warned(width: int, init: str) -> bool:
-        caplog.clear()
-        layers = nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-        plures.OrthogonalDropout(nn.Sequential(*layers), members=5, init=init)
-        return "too few to keep what the given network knows" in caplog.text
-
-    assert warned(8, "given")
-    assert not warned(32, "given")
-    assert not warned(8, "fresh")

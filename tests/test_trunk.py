@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import plures
 from networks import images
-from plures.exporting.program import program_of
+from plures.exporting.exported import program_of
 from plures.native.library import why_unavailable
 from plures.trunk import Trunk, apart
 

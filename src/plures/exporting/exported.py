@@ -1,21 +1,25 @@
 """Export: one file with the same outputs as `predict`, without plures and without Python."""
 
+import io
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
-from plures.calling import rows_of
+from plures.calling import arguments, rows_of
 from plures.ensemble import Ensemble
 from plures.errors import MissingExtraError, PluresError
 from plures.exporting.inference import Inference, named_tensors
-from plures.exporting.program import brief, program_of, quiet
 from plures.files import replacing, write
 from plures.methods.mc_dropout import MCDropout
 from plures.version import __version__
@@ -25,6 +29,8 @@ COARSE = 5e-2  # in half precision, or on a device that rounds as it likes
 OPSET = 20
 LARGEST = 2**31 - 1  # bytes that one protobuf message can have
 FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weights are left to the runtime
+ADVICE = "write it with torch operations whose shapes and branches do not depend on numbers in the batch"
+_NOT_THE_NETWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
 
 Run = Callable[..., dict[str, Tensor]]
@@ -80,7 +86,7 @@ def export(
     about = {name: json.dumps(value) for name, value in {"plures": described, **named, **(metadata or {})}.items()}
     if path.suffix == ".pt2":
         _check_agreement(inference, ensemble, program.module(), path)
-        with replacing(path) as beside, quiet():
+        with replacing(path) as beside, _quiet():
             torch.export.save(program, beside, extra_files=about)
     else:
         contents = _onnx_bytes(program, named_tensors(inference.like), inference.outputs, about)
@@ -132,7 +138,7 @@ def _onnx_bytes(
     import onnxscript.optimizer
 
     length = len(next(iter(inputs.values())))
-    with quiet():
+    with _quiet():
         try:
             made = torch.onnx.export(
                 program,
@@ -171,7 +177,9 @@ def _onnx_run(contents: bytes) -> Run:
     try:
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of errors for each reason
-        raise PluresError(f"onnxruntime cannot run the exported network ({brief(error)}); write a .pt2 file") from error
+        raise PluresError(
+            f"onnxruntime cannot run the exported network ({_brief(error)}); write a .pt2 file"
+        ) from error
     inputs = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
 
@@ -190,7 +198,64 @@ def _unwritable(error: Exception) -> PluresError:
         reasons.append(before)
     missing = _OPERATOR.findall("\n".join(map(str, reversed(reasons))))
     if not missing:
-        return PluresError(f"cannot export the network to ONNX: {brief(reasons[-1])}; write a .pt2 file")
+        return PluresError(f"cannot export the network to ONNX: {_brief(reasons[-1])}; write a .pt2 file")
     return PluresError(
         f"cannot export the network: ONNX has no {'.'.join(missing[0])}, which it calls; write a .pt2 file"
     )
+
+
+def program_of(
+    ensemble: Ensemble, example_inputs: Any, preprocess: nn.Module | None = None
+) -> tuple[Inference, ExportedProgram]:
+    """Trace what a file computes, for any number of samples; return it as a module and as a program.
+
+    The first axis of every tensor that is as long as that of the first tensor is the batch.
+    """
+    given = arguments(example_inputs)
+    first = next(iter(named_tensors(given).values()), None)
+    if first is None or not first.dim() or not len(first):
+        raise PluresError("example_inputs are empty: give inputs for ensemble.predict with at least one sample")
+    if len(first) == 1:  # torch takes an axis of length one for one that always has this length
+        given = rows_of(given, torch.tensor([0, 0]))
+    inference = Inference(ensemble, given, preprocess)
+    with suppress(RuntimeError, TypeError, ValueError):  # an error of the network is reported with its line below
+        inference.live(ensemble, given)
+    tensors = tuple(named_tensors(given).values())
+    batch = Dim("batch", min=1)
+    axes = tuple({0: batch} if tensor.dim() and len(tensor) == len(tensors[0]) else {} for tensor in tensors)
+    with _quiet(), torch.no_grad():
+        return inference, _trace(inference, tensors, (axes,))
+
+
+def _trace(inference: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, ...]) -> ExportedProgram:
+    # Non-strict tracing is faster; strict tracing takes more code, for example len(x) of a batch of any length.
+    try:
+        return torch.export.export(inference, tensors, dynamic_shapes=axes, strict=False)
+    except Exception as error:  # tracing runs the network's own code, which may raise anything
+        with suppress(Exception):
+            return torch.export.export(inference, tensors, dynamic_shapes=axes, strict=True)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_NETWORK)]
+        where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}, `{own[-1].line}`," if own else "it"
+        raise PluresError(f"cannot export the network: {where} cannot be traced ({_brief(error)}); {ADVICE}") from error
+
+
+def _brief(error: BaseException) -> str:
+    """Return the class and the first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep exporters from printing, logging and warning, and torch from the fused operators that only torch has."""
+    level, fused = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+            torch.backends.mha.set_fastpath_enabled(fused)

@@ -25,7 +25,6 @@ from plures.methods.orthogonal_dropout.owners import (
     Private,
     SplitNetwork,
     refilled,
-    warn_if_thin,
 )
 from plures.methods.orthogonal_dropout.roles import (
     Classifier,
@@ -143,10 +142,8 @@ class OrthogonalDropout(Ensemble):
         self._partition.to(next(iter(own.values())).device)
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
-        if self.init == "given" and not changes:
-            warn_if_thin(self._partition)
-            if not split:
-                log.warning("all members start from the same weights and differ in their batches alone: init='fresh'")
+        if self.init == "given" and not changes and not split:
+            log.warning("all members start from the same weights and differ in their batches alone: init='fresh'")
 
     def _keep_given(self) -> None:
         """Keep the split tensors as they were given, if members see them where they own nothing."""

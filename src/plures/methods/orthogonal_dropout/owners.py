@@ -23,7 +23,6 @@ from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
-FEW_INPUTS = 4  # of an output that a member owns; below, the split had a worse NLL than the given network (digits)
 Granularity = Literal["weight", "kernel", "block"]
 log = logging.getLogger("plures")
 
@@ -291,19 +290,3 @@ def refilled(network: nn.Module, values: Mapping[str, Tensor], kept: Mapping[int
             if kept is None or id(tensor) not in kept:
                 overwrite(tensor, values[name], name)
     return result
-
-
-def warn_if_thin(partition: Partition) -> None:
-    """Warn that members of a trained network get too little of it to start from."""
-    owners = partition.owners()
-    thin = [name for name, one in owners.items() if one[0].numel() / partition.members < FEW_INPUTS]
-    if thin and 2 * len(thin) >= len(owners):
-        log.warning(
-            "in %d of %d split tensors, such as %s, each of %d members gets fewer than %d inputs of an output, too "
-            "few to keep what the given network knows: take fewer members, or a wider network",
-            len(thin),
-            len(owners),
-            thin[-1],
-            partition.members,
-            FEW_INPUTS,
-        )
