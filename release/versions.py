@@ -93,7 +93,7 @@ def attempt(python: str, torch: str, resolution: str) -> dict[str, Any]:
         if told.returncode:
             failed.append(f"plures {command[0]}: {_last(told.stderr)}")
     found |= {"result": "fails" if failed or done.returncode else "works", "why": "; ".join(failed[:3])}
-    return found | {"tests": re.sub(r" in [\d.]+s.*", "", counts)}
+    return found | {"tests": re.sub(r"(, \d+ deselected)?(, \d+ warnings?)? in [\d.]+s.*", "", counts)}
 
 
 def _last(text: str) -> str:
