@@ -179,10 +179,10 @@ def depthwise(channels: int = 24) -> nn.Module:
 
 
 @needs_library
-def test_depthwise_networks_run_unfolded_and_owned_names_what_runs_one_by_one() -> None:
+def test_depthwise_networks_run_unfolded_though_the_kernels_can_run_them() -> None:
     ensemble = trained(depthwise(), members=5)
     assert isinstance(ensemble.engine(), Unfolded)
-    assert {"6", "14", "22"} <= set(ensemble.engine("owned").one_by_one)
+    assert not {"6", "14", "22"} & set(ensemble.engine("owned").one_by_one)
     assert isinstance(trained(Dense(), members=5).engine(), Owned)
 
 

@@ -6,7 +6,10 @@ import shlex
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import huggingface_hub
 import pytest
 
 from plures.lab import recipes
@@ -48,6 +51,11 @@ def test_the_code_runs(page, names, monkeypatch) -> None:
         warnings.simplefilter("ignore")  # trainers warn of what they do themselves
     if "pretrained" in page:
         monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_pretrained", lambda *a, **k: made)
+    if "deploying" in page:  # the hub is elsewhere: only the arguments are checked
+        for name in ("create_repo", "upload_folder", "snapshot_download"):
+            known = mock.create_autospec(getattr(huggingface_hub, name), return_value="runs/birds")
+            monkeypatch.setattr(f"huggingface_hub.{name}", known)
+        monkeypatch.setattr("plures.lab.runs.open.open_run", lambda _: SimpleNamespace(ensemble=names["ensemble"]))
     short = dataclasses.replace(recipes.get_recipe("digits"), epochs=recipes.Epochs(1, 1, 1, 1), limit=200)
     monkeypatch.setitem(recipes.RECIPES, "digits", short)
     exec(compile(code(page, "python"), page, "exec"), names)

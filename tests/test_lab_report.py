@@ -368,7 +368,7 @@ def test_an_unfinished_run_is_refused_with_the_way_to_finish_it(runs: Path, tmp_
     (cut / "metrics.json").unlink()
     lines = (cut / "log.jsonl").read_text().splitlines(keepends=True)
     (cut / "log.jsonl").write_text("".join(lines[:1]))
-    with pytest.raises(PluresError, match=r"cut is not finished: .*member 0 pretrain.*--run .*cut"):
+    with pytest.raises(PluresError, match=r"cut is not finished; to finish it: plures train .*--run .*cut"):
         write_report(rows_of([runs, cut]), tmp_path / "page.html", data_dir=None, command="")
 
 
