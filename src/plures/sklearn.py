@@ -58,13 +58,13 @@ class Standardised(nn.Module):
 
     shift: Tensor
     scale: Tensor
-    middle: Tensor
-    width: Tensor
+    factor: Tensor
+    offset: Tensor
 
     def __init__(self, network: nn.Module, columns: int, numbers: int = 0) -> None:
         super().__init__()
         self.network = network
-        for shift, scale, count in (("shift", "scale", columns), ("middle", "width", numbers)):
+        for shift, scale, count in (("shift", "scale", columns), ("offset", "factor", 2 * numbers)):
             self.register_buffer(shift, torch.zeros(count, dtype=torch.float64))
             self.register_buffer(scale, torch.ones(count, dtype=torch.float64))
         self.columns, self.numbers = columns, numbers
@@ -77,8 +77,19 @@ class Standardised(nn.Module):
         outputs: Tensor = self.network(inputs.to(next(self.network.parameters()).dtype))
         if not self.numbers:
             return outputs
-        means, logs = torch.unflatten(outputs.double(), -1, (-1, 2, self.numbers)).unbind(-2)
-        return torch.stack([means * self.width + self.middle, logs + 2 * self.width.log()], -2).flatten(-3)
+        return (torch.unflatten(outputs.double(), -1, (-1, 2 * self.numbers)) * self.factor + self.offset).flatten(-2)
+
+    def learn(self, columns: Table, weights: Table, numbers: Table | None = None) -> Tensor:
+        """Set the means and scales to those of columns and of targets, and return the scale of these."""
+        shift, scale = _moments(columns, weights)
+        self.shift.copy_(shift)
+        self.scale.copy_(scale)
+        if numbers is None:
+            return self.factor
+        middle, width = _moments(numbers, weights)
+        self.factor.copy_(torch.cat([width, torch.ones_like(width)]))  # of means, and of log-variances
+        self.offset.copy_(torch.cat([middle, 2 * width.log()]))
+        return width
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +151,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(seed)
             make = self.network or self._mlp
             network = Standardised(make(X.shape[1], outputs).float(), X.shape[1], numbers)
-            _learn(network.shift, network.scale, X, weights)
+            width = network.learn(X, weights, targets if numbers else None)
             if numbers:
-                _learn(network.middle, network.width, targets, weights)
-                options["loss"] = _RelativeNLL(network.width.clone())
+                options["loss"] = _RelativeNLL(width)
             if self.method == "OrthogonalDropout" and options.setdefault("schedule", "together") == "together":
                 # Means and scales are the same for all members, so they are computed with once.
-                shared = dict.fromkeys(("shift", "scale", "middle", "width"), "shared")
+                shared = dict.fromkeys(("shift", "scale", "factor", "offset"), "shared")
                 options.setdefault("roles", roles_for(network, self.members) | shared)
             try:
                 self.ensemble_: Ensemble = getattr(plures, self.method)(network, **options)
@@ -342,9 +352,8 @@ def _held_first(targets: Tensor) -> Tensor:
     return torch.cat([order[~last], order[last]])
 
 
-def _learn(shift: Tensor, scale: Tensor, values: Table, weights: Table) -> None:
-    """Set the two buffers of some columns to their mean and standard deviation."""
+def _moments(values: Table, weights: Table) -> tuple[Tensor, Tensor]:
+    """Return the mean and the standard deviation of columns."""
     mean = np.average(values, axis=0, weights=weights)
     spread = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
-    shift.copy_(torch.from_numpy(mean))
-    scale.copy_(torch.from_numpy(np.where(spread > CONSTANT, spread, 1.0)))
+    return torch.from_numpy(mean), torch.from_numpy(np.where(spread > CONSTANT, spread, 1.0))
