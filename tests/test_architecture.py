@@ -105,3 +105,10 @@ def test_importing_plures_and_its_data_does_not_import_what_takes_as_long_as_tor
     code = f"import sys, plures, plures.lab.data; plures.OrthogonalDropout; print(*{heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = [
+        one.name for path in FILES for one in ast.walk(ast.parse(path.read_text())) if isinstance(one, ast.ClassDef)
+    ]
+    assert not {name for name in names if names.count(name) > 1}

@@ -324,7 +324,7 @@ class _Blocked:
         return unblocked(self.now())
 
 
-class _Chain(NamedTuple):
+class _LinearRun(NamedTuple):
     """Linear layers that follow one another: their nodes, what each member has of them, whether a ReLU follows each."""
 
     layers: list[tuple[fx.Node, MemberKernels, bool]]
@@ -350,7 +350,7 @@ class _Prepared(fx.Interpreter):
         self.kernels = {node: found for node in known if (found := self._kernels(node)) is not None}
         self.batched = set(filter(self._is_batched, traced.layers))  # split layers that run as one product
         self.masks: dict[fx.Node, Tensor] = {}
-        self.chains: dict[fx.Node, _Chain] = {}  # by their first node
+        self.chains: dict[fx.Node, _LinearRun] = {}  # by their first node
         self.chained: set[fx.Node] = set()  # nodes that run with the chain that they are in
         self.versions = [mark._version for mark in subject.marks()]
         self.copies = [mark.clone() for mark in subject.marks()]
@@ -408,7 +408,7 @@ class _Prepared(fx.Interpreter):
             last = relu or following
             self.chained |= {following, last}
             following = self.traced.only_user(last)
-        self.chains[node] = _Chain(layers, last)
+        self.chains[node] = _LinearRun(layers, last)
 
     def _member_weights(self, node: fx.Node) -> MemberKernels:
         if node in self.batched:
@@ -565,7 +565,7 @@ class _Prepared(fx.Interpreter):
             self.masks[node] = self._mine(node).to(weight.dtype)
         return weight * self.masks[node]
 
-    def _linear(self, chain: "_Chain", given: Any) -> Tensor:
+    def _linear(self, chain: "_LinearRun", given: Any) -> Tensor:
         """Run a chain of linear layers of all members, over the weights that each has."""
         x: Tensor = given.plain() if isinstance(given, _Blocked) else given
         layers, (first, *_) = [], chain.layers[0]

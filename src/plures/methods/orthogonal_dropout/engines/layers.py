@@ -165,7 +165,7 @@ class OwnedConvolution(OfMembers):
         return result.relu() if self.relu else result
 
 
-class LinearLayer(NamedTuple):
+class LinearNames(NamedTuple):
     """The names of the tensors of a linear layer, how many outputs it has, and whether a ReLU follows."""
 
     weight: str
@@ -177,7 +177,7 @@ class LinearLayer(NamedTuple):
 class OwnedLinear(OfMembers):
     """A chain of linear layers of all members; the members lie along the first axis, or all see the same rows."""
 
-    def __init__(self, parts: Parts, *layers: LinearLayer) -> None:
+    def __init__(self, parts: Parts, *layers: LinearNames) -> None:
         found = [parts.linear_lists(layer.weight) for layer in layers]
         biases = [parts.stack(layer.bias, torch.zeros(layer.outputs)).float() for layer in layers]
         members = len(parts.members)
@@ -212,8 +212,8 @@ class OwnedAttention(nn.Module):
         super().__init__()
         self.heads, self.batch_first = layer.num_heads, layer.batch_first
         width, out = layer.embed_dim, f"{name}.out_proj"
-        self.project = OwnedLinear(parts, LinearLayer(f"{name}.in_proj_weight", f"{name}.in_proj_bias", 3 * width))
-        self.out = OwnedLinear(parts, LinearLayer(f"{out}.weight", f"{out}.bias", width))
+        self.project = OwnedLinear(parts, LinearNames(f"{name}.in_proj_weight", f"{name}.in_proj_bias", 3 * width))
+        self.out = OwnedLinear(parts, LinearNames(f"{out}.weight", f"{out}.bias", width))
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:

@@ -13,7 +13,7 @@ from plures.errors import PluresError
 from plures.graph import Graph, has_statistics, is_of_torch
 from plures.methods.orthogonal_dropout.engines.engine import size_of
 from plures.methods.orthogonal_dropout.engines.layers import (
-    LinearLayer,
+    LinearNames,
     MembersNorm,
     OfMembers,
     OwnedAttention,
@@ -163,7 +163,7 @@ class Rewriter:
         while following is not None and self._is_linear(following):
             name, layer = str(following.target), cast(nn.Linear, self.traced.layers[following])
             relu = self.traced.relu_after(following)
-            chain.append(LinearLayer(f"{name}.weight", f"{name}.bias", layer.out_features, relu is not None))
+            chain.append(LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features, relu is not None))
             covered += [following] if relu is None else [following, relu]
             following = self.traced.only_user(covered[-1])
         made = self._call(str(chain), lambda: OwnedLinear(self.parts, *chain), rows, shared)
@@ -250,7 +250,7 @@ class Rewriter:
         if MembersNorm.fits(layer):
             return MembersNorm(layer, parts, name)
         if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
-            return OwnedLinear(parts, LinearLayer(f"{name}.weight", f"{name}.bias", layer.out_features))
+            return OwnedLinear(parts, LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features))
         return None
 
 
