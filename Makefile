@@ -70,7 +70,7 @@ docs-site: $(READY)  ## build the site, and take every warning for an error: bui
 digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/plures reproduce table1 --scale digits --seeds 3 --out docs/results
 	$(BIN)/plures reproduce table3 --scale digits --out docs/results
-	$(BIN)/python docs/make/paper_figures.py figure2 --scale digits --seeds 3
+	$(BIN)/plures reproduce figure2 --scale digits --seeds 3 --out docs/results
 	$(BIN)/python docs/make/tables.py
 
 versions: $(READY)  ## other versions of Python, torch and dependencies, into docs/versions.md: gigabytes, and half an hour
@@ -84,7 +84,6 @@ supply: $(READY)  ## hashes of all packages, their licences, and a bill of mater
 
 smoke: $(READY)  ## every table and figure of the paper from 64 digits and one epoch: does all of it still work? Minutes
 	$(BIN)/plures reproduce all --scale smoke --runs build/smoke/runs --out build/smoke
-	$(BIN)/python docs/make/paper_figures.py all --scale smoke --runs build/smoke/runs --out build/smoke
 
 # Wheels are made from the sdist, without the network. The wheel for aarch64 needs a cross compiler: gcc-aarch64-linux-gnu of Debian.
 TOOLS    := build/dist-venv

@@ -9,10 +9,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-import paper_figures
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
-from plures.lab import terminal
+from plures.lab import figures, terminal
 from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
 from plures.lab.compare import Comparison, Job, Variant, variants
@@ -275,7 +274,7 @@ def test_every_target_has_distinct_runs_of_known_recipes() -> None:
 
 
 def assert_its_runs_are_distinct(scale: Scale, read: set[object]) -> None:
-    for target in (TARGETS | paper_figures.TARGETS).values():
+    for target in TARGETS.values():
         comparisons = target.comparisons(scale)
         jobs = [job for comparison in comparisons for job in comparison.jobs(Path("runs"))]
         assert len({job.run for job in jobs}) == len(jobs)
@@ -295,12 +294,9 @@ def assert_its_command_makes_it(job: Job) -> None:
     assert replace(command.settings.recipe(), about="") == replace(job.recipe, about="")
 
 
-EVERY = TARGETS | paper_figures.TARGETS
-
-
 def test_targets_share_their_runs() -> None:
     def runs(target: str) -> set[Path]:
-        return {job.run for one in EVERY[target].comparisons("cpu") for job in one.jobs(Path("runs"))}
+        return {job.run for one in TARGETS[target].comparisons("cpu") for job in one.jobs(Path("runs"))}
 
     assert runs("figure1") < runs("table1")
     paper = Path("runs/cifar10-cpu/orthogonal-dropout-classifier=fixed-granularity=weight/seed-0")
@@ -361,13 +357,13 @@ def test_what_tables_share_is_counted_once(tmp_path: Path, capsys: pytest.Captur
     assert {line["recipe"] for line in plan} == {"digits", "digits-wrn", "digits-resnet"}
 
 
-def test_all_tables_are_written_and_their_costs_told_before(
+def test_all_tables_and_figures_are_written_and_costs_told_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = str(tmp_path / "runs")
     few = {
         name: replace(TARGETS[name], recipes={"smoke": ("digits-smoke",)}, variants=(Variant("deterministic"),))
-        for name in ("table1", "table3")
+        for name in ("table1", "figure1")
     }
     monkeypatch.setattr("plures.lab.paper.TARGETS", few)
     monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
@@ -377,10 +373,10 @@ def test_all_tables_are_written_and_their_costs_told_before(
     assert re.search(r"digits-smoke: 1 runs, 1 epochs, 2 steps of 32 images; mlp has [\d,]+ weights, .* about ", told)
     assert told.index("a plain step took") < told.index("1 to train")
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"table1-digits-smoke.md", "table3-digits-smoke.json"} <= written
+    assert {"table1-digits-smoke.md", "figure1-digits-smoke.json", "figure1-smoke.pdf", "figure1-smoke.svg"} <= written
     assert main([*words, "--json"]) == 0
     out, told = capsys.readouterr()
-    assert [one["target"] for one in json.loads(out)["targets"]] == ["table1", "table3"]
+    assert [one["target"] for one in json.loads(out)["targets"]] == ["table1", "figure1"]
     assert "plain step" not in told, "nothing is left to train"
 
 
@@ -410,6 +406,6 @@ def test_figures_take_the_first_members_of_a_deep_ensemble(tmp_path: Path) -> No
     make(*comparison.jobs(tmp_path))
     (rows,) = compare([comparison], tmp_path)
     for target in ("figure1", "figure2"):
-        paths = paper_figures.draw(target, [(comparison, rows)], tmp_path / target, None)
-        assert sorted(path.suffix for path in paths) == [".pdf", ".png", ".svg"]
+        paths = figures.draw(target, [(comparison, rows)], tmp_path / target, None)
+        assert sorted(path.suffix for path in paths) == [".pdf", ".svg"]
         assert all(path.stat().st_size > 1000 for path in paths)

@@ -24,12 +24,12 @@ from typing import ClassVar
 import torch
 
 import classifiers
-import paper_figures
 import store
 from plures.errors import PluresError
 from plures.lab.compare import Comparison, Job, Variant, table, unique
 from plures.lab.compare.compare import is_done, make_runs
 from plures.lab.compare.rows import Finished, Row
+from plures.lab.figures import draw
 from plures.lab.paper import AS_PUBLISHED, PAPER, TARGETS, paper_data
 from plures.progress import duration
 
@@ -209,12 +209,11 @@ def write(name: str) -> int:
         notes |= {"paper": PAPER} | dict(target.notes)
         table.write(store.RESULTS / name, rows, notes)
     if rows and name == FIGURE1:
-        figure = paper_figures.TARGETS["figure1"]
+        figure = TARGETS["figure1"]
         shown = {one.name: figure.paper[data].get(one.name) for one in figure.variants}
         drawn = [replace(row, paper=shown[row.name]) for row in rows if row.name in shown]
-        paper_figures.draw(
-            "figure1", [(Comparison(recipe, store.recipe_of(recipe), ()), drawn)], store.RESULTS / "figure1-cpu", None
-        )
+        panel = Comparison(recipe, store.recipe_of(recipe), ())
+        draw("figure1", [(panel, drawn)], store.RESULTS / "figure1-cpu", None)
     return len(documents)
 
 

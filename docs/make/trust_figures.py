@@ -11,7 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from paper_figures import INK, RULES, WIDTH
+from plures.lab.figures import INK, RULES, WIDTH
 from plures.lab.method_names import Look, looks_of
 
 Found = Mapping[str, Mapping[str, Any]]

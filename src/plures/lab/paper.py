@@ -1,6 +1,6 @@
-"""The paper: its published figures, and which runs make its tables.
+"""The paper: its published results, and which runs make its tables and figures.
 
-Figures are as it prints them; accuracies are fractions here, the rest is unchanged.
+Numbers are as it prints them; accuracies are fractions here, the rest is unchanged.
 
 Tables 1 and 3 are by Zhang, Gao and Sabuncu (`PAPER`). So is table 2, but for the rows named in `FROM_MIMO_PAPER`,
 which it takes from Havasi et al. (`MIMO_PAPER`). On the ResNets all ensembles have five members, but two in MIMO, and
@@ -123,7 +123,7 @@ ABLATION = (
 
 @dataclass(frozen=True)
 class Target:
-    """One table of the paper."""
+    """One table or figure of the paper."""
 
     recipes: Mapping[str, tuple[str, ...]]  # of each scale
     variants: tuple[Variant, ...]
@@ -163,8 +163,39 @@ RESNETS = scales("cifar10", "cifar100", "cub200", "tiny-imagenet")
 WIDE_RESNETS = scales("cifar10-wrn", "cifar100-wrn", digits="digits-wrn")
 # The ablation needs convolutions: kernels can own nothing in a perceptron.
 CONVOLUTIONS = scales("cifar10", "cifar100", digits="digits-resnet")
+CIFARS = scales("cifar10", "cifar100")
+
+
+def _counted(method: Variant, most: int) -> list[Variant]:
+    """Return a method with two members, and with more."""
+    return [replace(method, members=count, label=f"{method.method} {count}") for count in range(2, most + 1)]
+
+
 TARGETS = {
     "table1": Target(RESNETS, METHODS, as_published(TABLE1, "orthogonal-dropout")),
     "table2": Target(WIDE_RESNETS, METHODS, as_published(TABLE2, "orthogonal-dropout"), TABLE2_NOTES),
     "table3": Target(CONVOLUTIONS, ABLATION, TABLE3, TABLE3_NOTES),
+    "figure1": Target(
+        RESNETS,
+        tuple(one for one in METHODS if one.method not in ("deterministic", "mc-dropout")),
+        as_published(TABLE3, "orthogonal-dropout + MO + FC"),
+    ),
+    # The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
+    "figure2": Target(
+        CIFARS,
+        (
+            *_counted(AS_PUBLISHED, 10),
+            Variant("deep-ensemble", members=10, label="deep-ensemble"),
+            replace(FIXED, members=10),
+        ),
+    ),
+    # More than four members of MIMO have no room in a ResNet.
+    "figure3": Target(
+        CIFARS,
+        (
+            *_counted(AS_PUBLISHED, 4),
+            *_counted(Variant("mimo"), 4),
+            Variant("deep-ensemble", members=4, label="deep-ensemble"),
+        ),
+    ),
 }

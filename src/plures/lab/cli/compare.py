@@ -117,10 +117,11 @@ class Compare(Command):
 
 @dataclass(frozen=True)
 class Reproduce(Command):
-    """Reproduce a table of the paper, at full or small scale.
+    """Reproduce a table or figure of the paper, at full or small scale.
 
     Examples:
       plures reproduce table3 --scale digits
+      plures reproduce figure2 --scale digits --seeds 3
       plures reproduce table1 --scale cpu --data-dir data
         --recipes cifar10-cpu
       plures reproduce table1 --scale paper --dry-run    only the plan
@@ -130,6 +131,9 @@ class Reproduce(Command):
       table1   all methods on four data sets
       table2   the same with wide ResNets
       table3   the contribution of each part
+      figure1  the accuracy of each member
+      figure2  quality against the number of members
+      figure3  the same, with MIMO
       all      all of them; runs that they share are trained once
 
     Costs:
@@ -139,11 +143,12 @@ class Reproduce(Command):
 
     Files:
       Runs are in RUNS/RECIPE/METHOD/seed-N. Tables and `plures compare`
-      share them. Tables are written to OUT as Markdown and JSON.
+      share them. Tables are written to OUT as Markdown and JSON, figures
+      also as PDF and SVG.
     """
 
     target: Annotated[Positional[str], arg(metavar="TARGET")]
-    """table1, table2, table3 or all."""
+    """table1 to table3, figure1 to figure3, or all."""
     scale: Literal["paper", "cpu", "digits", "smoke"] = "digits"
     """The settings of the paper, small versions for two cores, embedded digits, or 64 of them for one epoch."""
     recipes: Annotated[tuple[str, ...], arg(metavar="RECIPE", help_behavior_hint="")] = ()
@@ -163,12 +168,12 @@ class Reproduce(Command):
     after_interrupt: ClassVar[str] = AFTER_INTERRUPT
 
     def __call__(self) -> int:
-        """Train the missing runs, and write the table."""
+        """Train the missing runs, write the tables and draw the figures."""
         from plures.lab.paper import TARGETS
 
         names = tuple(TARGETS) if self.target == "all" else (self.target,)
         if names[0] not in TARGETS:
-            raise unknown("table", self.target, [*TARGETS, "all"])
+            raise unknown("table or figure", self.target, [*TARGETS, "all"])
         asked = {name: TARGETS[name].comparisons(self.scale, self.seeds, self.recipes) for name in names}
         return self._plan(list(chain(*asked.values()))) if self.dry_run else self._make(asked)
 
@@ -206,6 +211,12 @@ class Reproduce(Command):
             title, notes = f"{target}, {comparison.name}", {"paper": PAPER, **TARGETS[target].notes}
             stem = self.out / f"{target}-{comparison.name}"
             documents[target][comparison.name] = tell(title, stem, rows, notes, json=self.json)
+        for figure in (target for target in asked if target.startswith("figure")):
+            from plures.lab.figures import draw
+
+            tables = [(one, rows) for target, one, rows in zip(targets, every, found, strict=True) if target == figure]
+            paths = draw(figure, tables, self.out / f"{figure}-{self.scale}", self.data_dir)
+            print("drawn:", *paths, file=sys.stderr)
         if self.json:
             made = [{"target": target, "scale": self.scale, "tables": tables} for target, tables in documents.items()]
             print_json({"targets": made} if self.target == "all" else made[0])

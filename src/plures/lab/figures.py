@@ -1,18 +1,10 @@
-"""Make the paper's figures: bars of member accuracies, and scores against the number of members.
+"""The paper's figures: the accuracy of each member, and scores against the number of members."""
 
-    python docs/make/paper_figures.py figure2 --scale digits --seeds 3
-
-figure1 is the accuracy of each member, figure2 quality against the number of members, figure3 the same with MIMO. Runs
-are those of `plures reproduce` and `plures compare`, in RUNS/RECIPE/METHOD/seed-N; missing ones are trained. Figures
-are written to OUT as PDF, PNG and SVG, and the tables of their runs as Markdown and JSON.
-"""
-
-import argparse
 import io
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +19,18 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures import files
-from plures.lab.compare import Comparison, Published, Variant, table
-from plures.lab.compare.compare import compare, costs_before
+from plures.lab.compare import Comparison, Published
 from plures.lab.compare.rows import Finished, Row
 from plures.lab.evaluation.evaluate import predictions, scores
 from plures.lab.method_names import Look, looks_of
-from plures.lab.paper import (
-    AS_PUBLISHED,
-    FIXED,
-    METHODS,
-    PAPER,
-    RESNETS,
-    TABLE1,
-    TABLE3,
-    Target,
-    as_published,
-    paper_data,
-    scales,
-)
+from plures.lab.paper import TABLE1, TABLE3, paper_data
 from plures.lab.runs.open import open_run
 
 RunMetrics = Sequence[Mapping[str, Any]]  # as in metrics.json, one per seed; none if training failed
 
 WIDTH = 7.0  # inches: a printed page between its margins
 INK = "#222222"
-FILES: dict[str, dict[str, None]] = {".pdf": {"CreationDate": None}, ".png": {}, ".svg": {"Date": None}}  # undated
+UNDATED: dict[str, dict[str, None]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 RULES: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": "medium",
@@ -62,7 +41,6 @@ RULES: dict[str, Any] = {
     "axes.grid.axis": "y",
     "grid.color": "#DDDDDD",
     "legend.frameon": False,
-    "savefig.dpi": 200,
     "svg.fonttype": "none",  # text stays text, for search and screen readers
     "svg.hashsalt": "plures",  # the same input gives the same bytes
     "pdf.fonttype": 42,
@@ -85,12 +63,28 @@ class Series:
 
 
 @style.context(RULES, after_reset=True)
-def member_bars(panels: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
-    """Draw figure 1, the accuracy of each member, as PDF, PNG and SVG; return their paths.
+def draw(
+    target: str, tables: Sequence[tuple[Comparison, Sequence[Row]]], stem: Path, data_dir: Path | None
+) -> list[Path]:
+    """Draw figure 1, 2 or 3, with a panel for each table, as PDF and SVG; return their paths.
 
-    The ensemble is a line above its members, the paper's mean member a hollow marker. Over several seeds, bars and
-    lines are means, with one standard deviation around them.
+    Bars and lines are means over the seeds, with one standard deviation around them.
     """
+    if target == "figure1":
+        figure = member_bars({comparison.name: rows for comparison, rows in tables})
+    else:
+        figure = against_members({comparison.name: _lines(comparison, rows, data_dir) for comparison, rows in tables})
+    paths = []
+    for suffix, metadata in UNDATED.items():
+        paths.append(stem.with_name(stem.name + suffix))
+        contents = io.BytesIO()
+        figure.savefig(contents, format=suffix[1:], metadata=metadata)
+        files.write(paths[-1], contents.getvalue())
+    return paths
+
+
+def member_bars(panels: Mapping[str, Sequence[Row]]) -> Figure:
+    """Draw the accuracy of each member; the ensemble is a line above, the paper's mean member a hollow marker."""
     every = [row for rows in panels.values() for row in rows]
     looks = looks_of(row.name for row in every)
     figure = Figure(figsize=(WIDTH, 3.0 * len(panels) + 0.5), layout="constrained")
@@ -104,16 +98,11 @@ def member_bars(panels: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         *_notes((row.runs for row in every), "D", "paper: mean member" if any(row.paper for row in every) else ""),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    return _save(figure, stem)
+    return figure
 
 
-@style.context(RULES, after_reset=True)
-def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[Path]:
-    """Draw figures 2 and 3, scores against the number of members, as PDF, PNG and SVG; return their paths.
-
-    There is one row per data set. Lines are means over seeds, with one standard deviation around them; the paper's
-    values are hollow markers.
-    """
+def against_members(panels: Mapping[str, Sequence[Series]]) -> Figure:
+    """Draw scores against the number of members; the paper's values are hollow markers."""
     every = [series for panel in panels.values() for series in panel]
     looks = looks_of(series.name for series in every)
     handles: list[Artist] = [Line2D([], [], **_solid(look), label=name) for name, look in looks.items()]
@@ -129,7 +118,7 @@ def against_members(panels: Mapping[str, Sequence[Series]], stem: Path) -> list[
         axes.set_title(heading)
         below.set_xlabel("members")
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return _save(figure, stem)
+    return figure
 
 
 def _bar_panel(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look]) -> None:
@@ -168,9 +157,9 @@ def _line_panel(axes: Axes, every: Sequence[Series], key: str, scale: float, loo
         for points, line in ((series.points, _solid(look)), (published, _hollow(look))):
             known = {n: scale * np.array([run[key] for run in runs]) for n, runs in sorted(points.items()) if runs}
             if known:
-                means = [values.mean() for values in known.values()]
                 several = any(len(values) > 1 for values in known.values())
                 errors = [_deviation(values) or 0.0 for values in known.values()] if several else None
+                means = [values.mean() for values in known.values()]
                 axes.errorbar(list(known), means, errors, capsize=2, elinewidth=0.9, **line)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -199,62 +188,6 @@ def _hollow(look: Look) -> dict[str, Any]:
     return {"linestyle": "none", "marker": look.marker, "markersize": 6.5, "zorder": 6, **edge}
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PDF, PNG and SVG, each complete or not at all, and return their paths."""
-    paths = []
-    for suffix, undated in FILES.items():
-        paths.append(stem.with_name(stem.name + suffix))
-        contents = io.BytesIO()
-        figure.savefig(contents, format=suffix[1:], metadata=undated)
-        files.write(paths[-1], contents.getvalue())
-    return paths
-
-
-FIGURE_MEMBERS = 10
-MOST_MIMO_MEMBERS = 4  # more have no room in a ResNet
-
-
-def _counted(variant: Variant, most: int) -> list[Variant]:
-    """Return a variant with two members and more."""
-    return [replace(variant, members=count, label=f"{variant.method} {count}") for count in range(2, most + 1)]
-
-
-CIFARS = scales("cifar10", "cifar100")
-TARGETS = {
-    "figure1": Target(
-        RESNETS,
-        tuple(one for one in METHODS if one.method not in ("deterministic", "mc-dropout")),
-        as_published(TABLE3, "orthogonal-dropout + MO + FC"),
-    ),
-    # The members of a deep ensemble know nothing of each other: its first two are a deep ensemble of two.
-    "figure2": Target(
-        CIFARS,
-        (
-            *_counted(AS_PUBLISHED, FIGURE_MEMBERS),
-            Variant("deep-ensemble", members=FIGURE_MEMBERS, label="deep-ensemble"),
-            replace(FIXED, members=FIGURE_MEMBERS),
-        ),
-    ),
-    "figure3": Target(
-        CIFARS,
-        (
-            *_counted(AS_PUBLISHED, MOST_MIMO_MEMBERS),
-            *_counted(Variant("mimo"), MOST_MIMO_MEMBERS),
-            Variant("deep-ensemble", members=MOST_MIMO_MEMBERS, label="deep-ensemble"),
-        ),
-    ),
-}
-
-
-def draw(
-    target: str, tables: Sequence[tuple[Comparison, Sequence[Row]]], stem: Path, data_dir: Path | None
-) -> list[Path]:
-    """Draw figure 1, 2 or 3 as PDF, PNG and SVG, and return their paths."""
-    if target == "figure1":
-        return member_bars({comparison.name: rows for comparison, rows in tables}, stem)
-    return against_members({comparison.name: _lines(comparison, rows, data_dir) for comparison, rows in tables}, stem)
-
-
 def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:
     """Put rows of one method together; of a deep ensemble, its first members are an ensemble of that many."""
     points: dict[str, dict[int, RunMetrics]] = {}
@@ -280,34 +213,3 @@ def _first_members(runs: Sequence[Finished], data_dir: Path | None) -> dict[int,
         for count in range(2, len(members) + 1):
             found.setdefault(count, []).append(scores(members[:count], targets))
     return dict(found)
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Train the missing runs, write their tables and draw the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=[*TARGETS, "all"])
-    parser.add_argument("--scale", choices=("paper", "cpu", "digits", "smoke"), default="digits")
-    parser.add_argument("--recipes", nargs="*", default=[])
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--jobs", type=int)
-    asked = parser.parse_args(words)
-    names = list(TARGETS) if asked.target == "all" else [asked.target]
-    every = {name: TARGETS[name].comparisons(asked.scale, asked.seeds, asked.recipes) for name in names}
-    chosen = [(name, comparison) for name, comparisons in every.items() for comparison in comparisons]
-    comparisons = [comparison for _, comparison in chosen]
-    for line in costs_before(comparisons, asked.runs, asked.data_dir):
-        print(line)
-    found = compare(comparisons, asked.runs, at_once=asked.jobs, data_dir=asked.data_dir)
-    pairs: dict[str, list[tuple[Comparison, Sequence[Row]]]] = {name: [] for name in names}
-    for (name, comparison), rows in zip(chosen, found, strict=True):
-        table.write(asked.out / f"{name}-{comparison.name}", rows, {**table.about(rows), "paper": PAPER})
-        pairs[name].append((comparison, rows))
-    for name in names:
-        print(*draw(name, pairs[name], asked.out / f"{name}-{asked.scale}", asked.data_dir), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
