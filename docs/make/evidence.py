@@ -40,6 +40,13 @@ SINGLE, PACKED, SPLIT, DEEP, BATCH = map(
 MEAN = Variant("packed-ensemble", ("reduction=mean",), label="packed-ensemble, mean of the losses")
 # All members in one training run; twice the epochs take about as long as the deep ensemble.
 TOGETHER = tuple(Variant("orthogonal-dropout", ("schedule=together",), longer=longer) for longer in (2.0, 1.0, 3.0))
+# Figure 2 of the paper: quality against the number of members, here of those that train together.
+COUNTS = (2, 5, 8, 10, 16)
+MEMBERS = tuple(
+    replace(one, members=count, label=f"{name} {count}")
+    for name, one in {"orthogonal-dropout, together": TOGETHER[0], "deep-ensemble": DEEP}.items()
+    for count in COUNTS
+)
 METHODS = (*TARGETS["table1"].variants, MEAN)
 ABLATION = TARGETS["table3"].variants
 FIGURE1 = "table1-cifar10-cpu"  # the table whose runs figure 1 shows: the accuracy of each member
@@ -94,6 +101,10 @@ class HeldOut:
 WANTED: tuple[Wanted | HeldOut, ...] = (
     Wanted("together-cifar10-cpu", "cifar10-cpu", TOGETHER[:1], (0, 1, 2)),
     Wanted("together-cifar10-cpu", "cifar10-cpu", (*TOGETHER, SPLIT, DEEP, SINGLE), (0, 1, 2)),
+    Wanted("members-digits-resnet", "digits-resnet", MEMBERS, (0, 1, 2)),
+    Wanted("table1-cifar100-cpu", "cifar100-cpu", TOGETHER[:1]),
+    Wanted("table1-tiny-imagenet-cpu", "tiny-imagenet-cpu", TOGETHER[:1]),
+    Wanted("table1-cub200-cpu", "cub200-cpu", TOGETHER[:1]),
     HeldOut("digits", (0, 1)),
     HeldOut("digits-resnet", (0, 1, 2)),
     Wanted("table1-cifar10-cpu", "cifar10-cpu", (SPLIT, DEEP, SINGLE), (0, 1, 2)),
@@ -208,11 +219,13 @@ def write(name: str) -> int:
         notes = about(name, rows) | {"machines": store.machines(documents)} | measured_on(rows, firsts)
         notes |= {"paper": PAPER} | dict(target.notes)
         table.write(store.RESULTS / name, rows, notes)
+    panel = Comparison(recipe, store.recipe_of(recipe), ())
+    if rows and name.startswith("members"):
+        draw("figure2", [(panel, rows)], store.RESULTS / name, None)
     if rows and name == FIGURE1:
         figure = TARGETS["figure1"]
         shown = {one.name: figure.paper[data].get(one.name) for one in figure.variants}
         drawn = [replace(row, paper=shown[row.name]) for row in rows if row.name in shown]
-        panel = Comparison(recipe, store.recipe_of(recipe), ())
         draw("figure1", [(panel, drawn)], store.RESULTS / "figure1-cpu", None)
     return len(documents)
 

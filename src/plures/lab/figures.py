@@ -192,11 +192,11 @@ def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -
     """Put rows of one method together; of a deep ensemble, its first members are an ensemble of that many."""
     points: dict[str, dict[int, RunMetrics]] = {}
     for row in rows:
-        if row.name.startswith("deep-ensemble"):
-            points[row.name] = _first_members(row.runs, data_dir)
-        else:
-            method, _, count = row.name.rpartition(" ")
+        method, _, count = row.name.rpartition(" ")
+        if count.isdigit():
             points.setdefault(method, {})[int(count)] = [run.metrics for run in row.runs]
+        else:
+            points[row.name] = _first_members(row.runs, data_dir)
     data = paper_data(comparison.recipe.data)
     known = TABLE3.get(data, {}) | TABLE1.get(data, {})
     return [
