@@ -138,6 +138,10 @@ def generated() -> Iterator[tuple[Tensor, Tensor]]:
         ({"epochs": {"prune": 1}}, "nothing for the phase 'train'"),
         ({"schedule": "cosin"}, "schedule='cosin'; use one of cosine, constant"),
         ({"optimizer": lambda stage: torch.optim.SGD(stage.parameters(), lr=1e30)}, "became NaN or infinite"),
+        (
+            {"loader": [(digits(slice(32))[0] * float("nan"), digits(slice(32))[1])]},
+            "became NaN or infinite .* because inputs or targets have NaN or infinity: clean the data",
+        ),
         ({"optimizer": lambda stage: None}, "optimizer= returned NoneType: return an optimizer"),
         ({"validation": [(digits(slice(32))[0], None)]}, "the targets are not numbers"),
     ],

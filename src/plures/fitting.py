@@ -154,11 +154,13 @@ class StageLoop:
 
     def _refuse_nan(self, loss: Tensor, number: int) -> None:
         if not math.isfinite(loss.item()):
+            where = f"the loss became NaN or infinite in stage '{self.stage.name}', epoch {number}"
+            if self.stage.record.tainted:
+                raise PluresError(f"{where}, because inputs or targets have NaN or infinity: clean the data")
             rate = self.optimizer.param_groups[0]["lr"]
             raise PluresError(
-                f"the loss became NaN or infinite in stage '{self.stage.name}', epoch {number}, at the learning rate "
-                f"{rate:g}; the state before this epoch is kept: start anew with a lower learning rate, a longer "
-                "warm-up or gradient clipping"
+                f"{where}, at the learning rate {rate:g}; the state before this epoch is kept: start anew with a lower "
+                "learning rate, a longer warm-up or gradient clipping"
             )
 
 
@@ -300,7 +302,7 @@ class CheckpointFile:
         if self.saved is None:
             return
         if self.saved.about != self.about:
-            raise PluresError(f"{path} is of an ensemble with other options or epochs: give another file, or remove it")
+            raise PluresError(f"{path} is of other options or epochs: give another file, or remove it")
         if any(step.committed for step in plan):
             raise PluresError(f"{path} would replace what the ensemble has learned: remove it, or train a new ensemble")
         state, own = self.saved.others(), ensemble.state_dict()

@@ -79,6 +79,11 @@ class TrainingRecord(nn.Module):
                 # Zero, or NaN if the tensor has a NaN or an infinity.
                 self.taint.add_(tensor.detach().sum(dtype=torch.float32).mul(0).to(self.taint))
 
+    @property
+    def tainted(self) -> bool:
+        """Whether inputs or targets had NaN or infinity."""
+        return bool(self.taint.isnan())
+
     def recent_loss(self) -> float:
         """Return the mean of the last losses, the latest with the most weight."""
         return float(self.loss) / (1 - (1 - FORGET) ** int(self.steps))
@@ -95,15 +100,19 @@ class Stage(nn.Module):
                 optimizer.step()
 
     A stage is a copy: the ensemble does not change until the stage is committed. `DDP(stage)` and
-    `torch.compile(stage)` work, because a stage does everything in its forward. `stage.loss` is the loss of one
-    member's logits; a training loop may replace it for this stage.
+    `torch.compile(stage)` work, because a stage does everything in its forward.
+
+    - `phase`: the kind of stage, for which a recipe has a number of epochs: `pretrain`, `prune`, `finetune`, `train`.
+    - `member`: the member that the stage trains, or None if all train together.
+    - `name`: the name of the stage for people: `member 2 prune`.
+    - `loss`: the loss of one member's logits; a training loop may replace it for this stage.
     """
 
     def __init__(self, network: nn.Module, step: Step, loss: Loss, commit: Callable[["Stage"], None]) -> None:
         super().__init__()
         self.network = network
-        self.step = step
-        self.loss = loss
+        self.step, self.loss = step, loss
+        self.phase, self.member, self.name = step.phase, step.member, step.name
         self.committed = False
         self.engine: Any = None  # a faster way to run the network, if there is one: a TrainingEngine
         self.record = TrainingRecord()
@@ -122,21 +131,6 @@ class Stage(nn.Module):
             raise all_frozen(network)
         self._start = self._sums()
         self.train()
-
-    @property
-    def phase(self) -> str:
-        """The kind of stage, for which a recipe has a number of epochs: `pretrain`, `prune`, `finetune`, `train`."""
-        return self.step.phase
-
-    @property
-    def member(self) -> int | None:
-        """The member that the stage trains, or None if all train together."""
-        return self.step.member
-
-    @property
-    def name(self) -> str:
-        """The name of the stage for people: `member 2 prune`."""
-        return self.step.name
 
     @property
     def touched(self) -> bool:
@@ -219,7 +213,7 @@ class Stage(nn.Module):
                 clean = "it was trained on inputs or targets with NaN or infinity: clean the data, and train it again"
                 raise PluresError(
                     f"stage '{self.name}' has NaN or infinity in 'network.{name}' and is not committed: "
-                    f"{clean if bool(self.record.taint.isnan()) else lower}"
+                    f"{clean if self.record.tainted else lower}"
                 )
         with torch.no_grad():
             self._commit(self)
