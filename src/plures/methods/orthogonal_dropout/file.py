@@ -4,11 +4,12 @@ The file of a complete ensemble holds every weight once, grouped by owner; `owne
 members are untrained it also holds what training needs.
 
 Of changes to a given network, it holds what the trained members have changed, and checksums of that network. Owners of
-a small share are stored as `places MEMBER/NAME`: the gaps between them.
+a share, most of which are free, are compressed.
 """
 
 import logging
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,11 +43,12 @@ def to_tensors(split: SplitNetwork, draft: nn.Module | None, dtype: torch.dtype 
             stored = (weights[name].detach() - given[name]).to(stored.dtype)
         # Free weights need a digit of their own only while there are any.
         some_free = bool((owners == FREE).any())
-        if _by_places(split):
-            result |= {f"places {one}/{name}": gaps(split.partition.owned(name, one)) for one in range(split.members)}
-        else:
+        if split.partition.share is None:
             digits = torch.where(owners == FREE, split.members, owners.int())
-            result[f"owners/{name}"] = pack(digits, split.members + (some_free or split.partition.share is not None))
+            result[f"owners/{name}"] = pack(digits, split.members + some_free)
+        else:
+            compressed = zlib.compress(owners.cpu().numpy().tobytes())
+            result[f"owners/{name}"] = torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
         for member in split.trained if name in given else range(split.members):
             result[_place(member, name)] = _values(stored, owners, member)
         if some_free and name not in given:
@@ -98,11 +100,6 @@ def _read_base(split: SplitNetwork, stored: Stored) -> None:
         weights[name].copy_(value)
 
 
-def _by_places(split: SplitNetwork) -> bool:
-    """Return whether owners take less room as places, a byte each, than as digits, about three per byte."""
-    return split.partition.share is not None and 3 * split.partition.share * split.members < 1
-
-
 def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, stored: Stored) -> None:
     """Refuse a number of members that a file does not hold, or roles that it was not written with.
 
@@ -135,10 +132,10 @@ def from_tensors(split: SplitNetwork, stored: Stored) -> None:
         with torch.no_grad():
             _read_base(split, stored)
     for name, like in split.owners().items():
-        if _by_places(split):
-            owners[name] = _read_places(split, stored, name)
+        if split.partition.share is not None:
+            owners[name] = _decompressed(f"owners/{name}", stored, like)
             continue
-        some_free = f"free/{name}" in stored.shapes or split.partition.share is not None
+        some_free = f"free/{name}" in stored.shapes
         base = split.members + some_free
         words = stored.read(f"owners/{name}", [-(-like.numel() // digits_per_word(base))])
         digits = unpack(words, base, like.numel()).reshape(like.shape)
@@ -174,8 +171,8 @@ def expected_bytes(split: SplitNetwork) -> dict[Role, float]:
     for name, tensor in own_tensors(split.network).items():
         found[split.roles[name]] += tensor.nbytes * copies[split.roles[name]]
     for owners in split.owners().values():
-        words = -(-owners.numel() // digits_per_word(split.members + (share is not None)))
-        found[Role.SPLIT] += owned * owners.numel() if _by_places(split) else 8 * words
+        digits = 8 * -(-owners.numel() // digits_per_word(split.members))
+        found[Role.SPLIT] += min(digits, 1.3 * owned * owners.numel())  # about what is left of them compressed
     return found
 
 
@@ -260,39 +257,13 @@ def _bits(tensor: Tensor) -> NDArray[Any]:
     return tensor.detach().reshape(-1).view(integers[tensor.element_size()]).numpy()
 
 
-def gaps(mask: Tensor) -> Tensor:
-    """Return how many entries lie between each true entry of a mask and the one before, as bytes.
-
-        >>> gaps(torch.tensor([False, True, True, False, False, True])).tolist()
-        [1, 0, 2]
-
-    The byte 255 stands for 255 entries that are not true, and for none after them.
-    """
-    places = np.flatnonzero(mask.cpu().numpy())
-    between = np.diff(places, prepend=-1) - 1
-    result = np.full(places.size + (between // 255).sum(), 255, np.uint8)
-    result[np.arange(places.size) + np.cumsum(between // 255)] = between % 255
-    return torch.from_numpy(result)
-
-
-def _read_places(split: SplitNetwork, stored: Stored, name: str) -> Tensor:
-    """Read the owners of a tensor from the gaps between the entries of each member."""
-    like = split.owners()[name]
-    owners = np.full(like.numel(), FREE, np.uint8)
-    for member in range(split.members):
-        place, least = f"places {member}/{name}", split.partition.budget(name, member)
-        shape = list(stored.shapes.get(place, ()))
-        if len(shape) != 1 or not least <= shape[0] <= least + like.numel() // 255:
-            raise PluresError(f"tensor {place!r} is of shape {shape}; expected [{least}] or a little more")
-        steps = stored.get(place).numpy()
-        if steps.dtype != np.uint8:
-            raise PluresError(f"tensor {place!r} has dtype {steps.dtype}; expected uint8")
-        entries = steps < 255
-        places = np.cumsum(steps + entries.astype(np.int64))[entries] - 1
-        if places.size and (places[-1] >= owners.size or (owners[places] != FREE).any()):
-            raise PluresError(f"tensor {place!r} names entries that {name!r} does not have, or another member owns")
-        owners[places] = member
-    return torch.from_numpy(owners).reshape(like.shape)
+def _decompressed(place: str, stored: Stored, like: Tensor) -> Tensor:
+    """Read the owners of a tensor, and nothing beyond their number: a few bytes can stand for any length."""
+    reader = zlib.decompressobj()
+    owners = bytearray(reader.decompress(stored.get(place).numpy().tobytes(), like.numel() + 1))
+    if len(owners) != like.numel() or not reader.eof:
+        raise PluresError(f"tensor {place!r} does not hold the owners of {like.numel()} entries")
+    return torch.frombuffer(owners, dtype=torch.uint8).reshape(like.shape)
 
 
 def digits_per_word(base: int) -> int:

@@ -36,22 +36,16 @@ class Partition(nn.Module):
 
     Owners have the shape of the weight with granularity "weight", (outputs, inputs, 1, 1) with "kernel", and with
     "block" an eighth of the outputs in linear layers and 1x1 convolutions: see `owner_shape`. Within a tensor the
-    members' sizes differ by at most one. With a `share`, each member owns so much of every tensor, rounded down, and
-    the rest has no owner.
+    members' sizes differ by at most one. With a share (`set_share`), each member owns so much of every tensor, rounded
+    down, and the rest has no owner.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        members: int,
-        granularity: Granularity = "weight",
-        share: float | None = None,
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], members: int, granularity: Granularity = "weight") -> None:
         super().__init__()
         check_members(members, least=2)
         one_of("granularity", granularity, get_args(Granularity))
-        self.members = members
-        self.granularity = granularity
+        self.members, self.granularity = members, granularity
+        self.share: float | None = None
         self._buffer_names = inner_names(shapes)
         for name, shape in shapes.items():
             owners = torch.full(owner_shape(shape, granularity), FREE, dtype=torch.uint8)
@@ -61,7 +55,6 @@ class Partition(nn.Module):
                     "give it the role 'private'"
                 )
             self.register_buffer(self._buffer_names[name], owners)
-        self.set_share(share)
         self.register_load_state_dict_post_hook(_check_after_load)  # type: ignore[no-untyped-call]
 
     def owners(self) -> dict[str, Tensor]:
@@ -80,8 +73,8 @@ class Partition(nn.Module):
             if not self.budget(name, 0):
                 least = 1 / owners.numel()
                 raise PluresError(
-                    f"share={share} of the {owners.numel()} {self.granularity}s of {name!r} is none: take at least "
-                    f"{least:.2g}, or give it the role 'private'"
+                    f"share={share} leaves a member none of the {owners.numel()} {self.granularity}s of {name!r}: take "
+                    f"at least {least:.2g}, or give it the role 'private'"
                 )
 
     def budget(self, name: str, member: int) -> int:
