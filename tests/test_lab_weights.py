@@ -27,7 +27,7 @@ def stages(run: Path) -> list[str]:
 def test_the_first_member_needs_no_pretraining(single: Path, tmp_path: Path) -> None:
     assert main(["train", "digits", "--weights", str(single), "--run", str(tmp_path / "split"), *SHORT]) == 0
     assert stages(tmp_path / "split")[0] == "member 0 prune"
-    assert open_run(tmp_path / "split").ensemble.init == "given"
+    assert open_run(tmp_path / "split").ensemble.options()["init"] == "given"
 
 
 def test_weights_that_do_not_fit_are_refused(single: Path, tmp_path: Path, capsys) -> None:

@@ -62,10 +62,8 @@ def test_attention_projections_are_split_and_the_last_of_them_is_no_classifier()
 
 
 def test_the_user_names_the_classifier() -> None:
-    roles = plures.roles(Small(), last="hidden", fixed=True)
-    assert roles["hidden.weight"] == roles["hidden.bias"] == "shared"
-    assert roles["head.weight"] == "split"
-    assert plures.roles(Small(), last="hidden")["hidden.weight"] == "private"
+    roles = plures.roles(Small(), last="hidden")
+    assert (roles["hidden.weight"], roles["head.weight"]) == ("private", "split")
 
 
 def test_classifiers_and_embeddings_are_private_where_they_are_small_and_split_where_they_are_large() -> None:
@@ -85,24 +83,6 @@ def test_shared_embeddings_are_no_classifier() -> None:
     assert plures.OrthogonalDropout(network, members=2, roles=roles).options()["classifier"] == "private"
     split = plures.OrthogonalDropout(network, members=2, roles=roles, classifier="split").options()["roles"]
     assert (split["0.weight"], split["2.weight"]) == ("shared", "split")
-
-
-class Prototypes(nn.Module):
-    """A classifier that is neither a Linear nor a convolution, behind a Linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(8, 16)
-        self.prototypes = nn.Parameter(torch.randn(16, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.hidden(x).relu() @ self.prototypes
-
-
-def test_whatever_else_is_shared_stands_for_the_classifier() -> None:
-    roles = plures.roles(Prototypes()) | {"prototypes": plures.Role.SHARED, "hidden.weight": plures.Role.SPLIT}
-    ensemble = plures.OrthogonalDropout(Prototypes(), members=2, roles=roles, classifier="fixed")
-    assert ensemble.options()["roles"] == roles
 
 
 def test_names_of_modules_are_checked() -> None:
@@ -128,7 +108,6 @@ def test_tied_tensors_have_one_role() -> None:
     assert roles["words.weight"] == roles["read.weight"] == "private"
     assert roles["first.weight"] == roles["second.weight"] == "split"
     assert canonical(network)["second.weight"] == "first.weight"
-    assert plures.roles(network, last="read", fixed=True)["words.weight"] == "shared"
     with pytest.raises(PluresError, match="'first.weight' and 'second.weight' are one tied tensor"):
         check_roles(network, {**roles, "second.weight": "private"})
 
@@ -201,7 +180,7 @@ def test_the_last_pointwise_convolution_is_the_classifier_of_a_network_without_l
     network = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 1))
     assert plures.roles(network)["4.weight"] is Role.PRIVATE
     assert plures.roles(network)["2.weight"] is Role.SPLIT
-    assert plures.roles(network, fixed=True)["4.weight"] is Role.SHARED
+    assert plures.OrthogonalDropout(network, classifier="fixed").roles["4.weight"] is Role.SHARED
     assert plures.OrthogonalDropout(network).classifier == "private"
     assert plures.OrthogonalDropout(network, classifier="split").roles["4.weight"] is Role.SPLIT
     assert plures.roles(network[:3])["2.weight"] is Role.SPLIT, "a 3x3 convolution is no classifier"

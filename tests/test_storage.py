@@ -142,7 +142,7 @@ def test_loading_draws_no_owners_that_the_file_holds(tmp_path, monkeypatch) -> N
     plures.save(ensemble, tmp_path / "random.safetensors")
     monkeypatch.setattr("plures.methods.orthogonal_dropout.owners.Partition.randomise", None)
     again = plures.load(tmp_path / "random.safetensors", network())
-    assert again.optimize_masks is False
+    assert again.options()["optimize_masks"] is False
     assert all(owners.equal(again.owners[name]) for name, owners in ensemble.owners.items())
 
 
@@ -206,7 +206,7 @@ def test_files_that_are_none_of_ours(saved, tmp_path) -> None:
     with pytest.raises(PluresError, match=r"has format 99, written by plures 9\.0"):
         plures.load(newer, network())
     unknown = rewritten(saved, tmp_path / "unknown.safetensors", method="Magic")
-    with pytest.raises(PluresError, match="contains a Magic"):
+    with pytest.raises(PluresError, match="contains the method Magic"):
         plures.load(unknown, network())
     bent = rewritten(saved, tmp_path / "bent.safetensors", state={})
     with pytest.raises(PluresError, match="cannot be read as an ensemble"):

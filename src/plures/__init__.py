@@ -11,29 +11,35 @@ Names are loaded on first use, so that the command line can answer `--help` with
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plures.errors import PluresError
+from plures.errors import PluresError as PluresError
 from plures.methods import METHODS
-from plures.version import __version__
+from plures.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from plures import guarantees, metrics
-    from plures.answers import Prediction, Regression
-    from plures.ensemble import Ensemble
-    from plures.exporting.exported import export
-    from plures.losses import CrossEntropy, GaussianNLL
-    from plures.methods.batch_ensemble import BatchEnsemble
-    from plures.methods.deep_ensemble import DeepEnsemble
-    from plures.methods.deterministic import Deterministic
-    from plures.methods.masksembles import Masksembles
-    from plures.methods.mc_dropout import MCDropout
-    from plures.methods.mimo import MIMO
-    from plures.methods.orthogonal_dropout.doors import adapt, split
-    from plures.methods.orthogonal_dropout.engines.engine import Engine
-    from plures.methods.orthogonal_dropout.method import OrthogonalDropout
-    from plures.methods.orthogonal_dropout.roles import Role, roles
-    from plures.methods.packed_ensemble import PackedEnsemble
-    from plures.stage import Stage
-    from plures.storage import load, save
+    from plures import guarantees as guarantees
+    from plures import metrics as metrics
+    from plures.answers import Prediction as Prediction
+    from plures.answers import Regression as Regression
+    from plures.ensemble import Ensemble as Ensemble
+    from plures.exporting.exported import export as export
+    from plures.losses import CrossEntropy as CrossEntropy
+    from plures.losses import GaussianNLL as GaussianNLL
+    from plures.methods.batch_ensemble import BatchEnsemble as BatchEnsemble
+    from plures.methods.deep_ensemble import DeepEnsemble as DeepEnsemble
+    from plures.methods.deterministic import Deterministic as Deterministic
+    from plures.methods.masksembles import Masksembles as Masksembles
+    from plures.methods.mc_dropout import MCDropout as MCDropout
+    from plures.methods.mimo import MIMO as MIMO
+    from plures.methods.orthogonal_dropout.doors import adapt as adapt
+    from plures.methods.orthogonal_dropout.doors import split as split
+    from plures.methods.orthogonal_dropout.engines.engine import Engine as Engine
+    from plures.methods.orthogonal_dropout.method import OrthogonalDropout as OrthogonalDropout
+    from plures.methods.orthogonal_dropout.roles import Role as Role
+    from plures.methods.orthogonal_dropout.roles import roles as roles
+    from plures.methods.packed_ensemble import PackedEnsemble as PackedEnsemble
+    from plures.stage import Stage as Stage
+    from plures.storage import load as load
+    from plures.storage import save as save
 
 _NAMES = {
     "plures.answers": ("Prediction", "Regression"),
@@ -48,34 +54,7 @@ _NAMES = {
 }
 _HOMES = METHODS | {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "MIMO",
-    "BatchEnsemble",
-    "CrossEntropy",
-    "DeepEnsemble",
-    "Deterministic",
-    "Engine",
-    "Ensemble",
-    "GaussianNLL",
-    "MCDropout",
-    "Masksembles",
-    "OrthogonalDropout",
-    "PackedEnsemble",
-    "PluresError",
-    "Prediction",
-    "Regression",
-    "Role",
-    "Stage",
-    "__version__",
-    "adapt",
-    "export",
-    "guarantees",
-    "load",
-    "metrics",
-    "roles",
-    "save",
-    "split",
-]
+__all__ = sorted([*_HOMES, "PluresError", "__version__", "guarantees", "metrics"])
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,7 @@ class Prediction:
         return self._calibrated("sets").sets(self.members.mean(0), coverage, adaptive)
 
     def abstain(self, risk: float, *, delta: float = 0.05) -> "Prediction":
-        """Abstain (label -1) so often that at most a share `risk` of the remaining labels is wrong.
+        """Abstain (label -1) often enough that at most a share `risk` of the remaining labels is wrong.
 
             prediction = ensemble.calibrate(held_out_images, held_out_labels).predict(images)
             careful = prediction.abstain(risk=0.01)
@@ -188,22 +188,6 @@ class Regression:
             raise PluresError(
                 f"outputs have shape {tuple(outputs.shape)}; regression expects [members, batch, numbers]"
             )
-        _refuse_nan(outputs)
-        made = cls.computed(outputs, variance=variance, calibration=calibration)
-        finite = made.mean.isfinite() & made.std.isfinite()
-        if not bool(finite.all()):
-            sample = int(finite.logical_not().nonzero()[0, 0])
-            raise PluresError(f"the members returned infinite numbers for sample {sample}: are the weights huge?")
-        return made
-
-    @classmethod
-    def computed(
-        cls, outputs: Tensor, *, variance: bool = False, calibration: NumberCalibration | None = None
-    ) -> "Regression":
-        """Compute a prediction without looking at the numbers: `regress` and exported files share these operations.
-
-        Regression.computed(forecaster(x), variance=True).std
-        """
         values = single(outputs)
         values = values[..., None] if values.dim() == 2 else values  # a network of one number without an axis for it
         means, variances = mean_and_variance(values, axis=2) if variance else (values, None)
@@ -213,7 +197,14 @@ class Regression:
         if calibration is not None:
             square = calibration.scale.to(epistemic).square()
             epistemic, aleatoric = square * epistemic, square * aleatoric
-        return cls(mean, (aleatoric + epistemic).sqrt(), aleatoric, epistemic, means, variances, calibration)
+        std = (aleatoric + epistemic).sqrt()
+        if not torch.compiler.is_exporting():  # a file does not look at its numbers
+            _refuse_nan(outputs)
+            finite = mean.isfinite() & std.isfinite()
+            if not bool(finite.all()):
+                sample = int(finite.logical_not().nonzero()[0, 0])
+                raise PluresError(f"the members returned infinite numbers for sample {sample}: are the weights huge?")
+        return cls(mean, std, aleatoric, epistemic, means, variances, calibration)
 
     def interval(self, coverage: float = 0.9, *, normalised: bool | None = None) -> tuple[Tensor, Tensor]:
         """Return the lower and the upper bound, [B, D], between which each number lies with the given probability.

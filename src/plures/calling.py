@@ -57,7 +57,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def refuse_nan(inputs: Any) -> None:
-    """Refuse inputs with NaN, naming the first sample that has one, and arrays that are no tensors."""
+    """Refuse inputs with NaN, naming the first sample that has one, and arrays that are not tensors."""
     args, kwargs = arguments(inputs)
     for tensor in (*args, *kwargs.values()):
         if isinstance(tensor, np.ndarray):

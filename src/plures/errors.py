@@ -32,7 +32,7 @@ class MissingExtraError(PluresError, ModuleNotFoundError):
 
 
 def visible(text: str) -> str:
-    r"""Show what is no printable character, and bytes of a file name that are not UTF-8, as escapes.
+    r"""Show characters that cannot be printed, and bytes of a file name that are not UTF-8, as escapes.
 
     >>> print(visible("wren\n.png"))
     wren\n.png

@@ -13,7 +13,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 def seed_of(*key: object) -> int:
-    """Turn what names a purpose into a seed of 63 bits.
+    """Return the seed of a purpose, 63 bits.
 
     >>> seed_of(0, "member", 2)
     1919692856861813824
@@ -44,7 +44,7 @@ def permutation(count: int, purpose: str, *key: int) -> npt.NDArray[np.int64]:
 
 
 def derived_seed(purpose: str, *key: int) -> int:
-    """Turn several numbers into one seed of 63 bits, as `permutation` does: numpy's way instead of a hash.
+    """Return one seed of 63 bits for several numbers, as `permutation` does: numpy's way instead of a hash.
 
     >>> derived_seed("augmentation", 0, 3, 1)
     717934504307426275

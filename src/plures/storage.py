@@ -52,7 +52,9 @@ def save(ensemble: Ensemble, path: str | Path, *, dtype: torch.dtype | None = No
     network, which `load` then needs; with `base`, the file contains the network as well.
     """
     if not isinstance(ensemble, Ensemble):
-        raise PluresError(f"save takes an ensemble, not a {type(ensemble).__name__}: an engine is made from one again")
+        raise PluresError(
+            f"save takes an ensemble, not a {type(ensemble).__name__}: save the ensemble that it was made from"
+        )
     ensemble.save(path, dtype=dtype, base=base)
 
 
@@ -96,7 +98,7 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
     def fill(document: dict[str, Any], stored: Stored) -> None:
         _same_shapes(path, ensemble.given.shapes, document["shapes"])
         if document["method"] != type(ensemble).__name__:
-            raise PluresError(f"{path} contains a {document['method']}, not a {type(ensemble).__name__}")
+            raise PluresError(f"{path} contains the method {document['method']}, not {type(ensemble).__name__}")
         ensemble._fill(stored)
         ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
 
@@ -153,12 +155,12 @@ def _method(path: Path, name: str, given: type[Ensemble] | None) -> type[Ensembl
     if given is not None:
         if name != given.__name__:
             raise PluresError(
-                f"{path} contains a {name}, not a {given.__name__}: leave out method=, or give that class"
+                f"{path} contains the method {name}, not {given.__name__}: leave out method=, or give that class"
             )
         return given
     if name not in METHODS:
         raise PluresError(
-            f"{path} contains a {name}, which plures {__version__} does not know: if it is your own method, give its "
+            f"{path} contains the method {name}, which plures {__version__} does not know: if it is your own, give its "
             "class, plures.load(..., method=...)"
         )
     found: type[Ensemble] = getattr(import_module(METHODS[name]), name)

@@ -55,7 +55,7 @@ class Inference(nn.Module):
         args, kwargs = self._prepared(Arguments(tuple(given), named))
         outputs = self.members(*args, **kwargs)
         if self.numbers:
-            return self._by_name(Regression.computed(outputs, variance=self.variance, calibration=self.scales))
+            return self._by_name(Regression.from_outputs(outputs, variance=self.variance, calibration=self.scales))
         return self._by_name(Prediction.computed(single(outputs).softmax(2), self.temperature))
 
     def live(self, ensemble: Ensemble, given: Arguments) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ class BatchEnsemble(ManyInOne):
             layer.register_forward_pre_hook(own.before)
             layer.register_forward_hook(own.after)
         super().__init__(network, loss, Tiled(built, members, rows))
-        self.members, self.init, self.seed = members, init, seed
+        self.members, self._init, self.seed = members, init, seed
 
 
 class Factors(nn.Module):

@@ -20,7 +20,7 @@ from plures.tensors import Layer, check_network, layers, moments, places, restar
 
 Init = Literal["given", "fresh"]
 Reduction = Literal["mean", "sum"]
-# Options of earlier versions, at the values that their methods have for good.
+# Options of earlier versions, at the values that their methods now always have.
 GONE = (
     *(("factors", "gaussian"), ("private_norm", False), ("input_repetition", 0.0), ("every_mask", False)),
     *(("granularity", "element"), ("gamma", 1), ("roles", None)),

@@ -50,7 +50,7 @@ class DeepEnsemble(AnyOrder):
         super().__init__(network, loss, range(check_members(members)))
         seed = check_seed(seed)
         one_of("init", init, get_args(Init))
-        self.members, self.classifier, self.init, self.seed = members, classifier, init, seed
+        self.members, self.classifier, self._init, self.seed = members, classifier, init, seed
         self._shared = _shared(network, classifier)  # names of tensors that all members have in common
         if init == "given":
             check_head(network, self._shared)
@@ -87,7 +87,7 @@ class DeepEnsemble(AnyOrder):
 
     def _starts(self, network: nn.Module) -> list[nn.Module]:
         known = moments(network)
-        drawn = [name for name in known if name not in self._shared] if self.init == "fresh" else []
+        drawn = [name for name in known if name not in self._shared] if self._init == "fresh" else []
         first = copy.deepcopy(network)
         # Shared tensors are one object in all copies: they are stored once, and moved once.
         one_for_all = [tensor for name, tensor in tensors(first).items() if name in self._shared]

@@ -23,7 +23,7 @@ class Deterministic(OneStage):
 
     def __init__(self, network: nn.Module, *, init: Init = "given", loss: Loss | None = None, seed: int = 0) -> None:
         super().__init__(network, loss, started(network, init, seed), member=0, ready=init == "given")
-        self.init, self.seed = init, seed
+        self._init, self.seed = init, seed
 
     def checkout(self, member: int = 0) -> nn.Module:
         """Return the network as a plain network of your own class, in eval mode.

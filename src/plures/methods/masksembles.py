@@ -58,7 +58,7 @@ class Masksembles(ManyInOne):
             layer.add_module("members", own)
             layer.register_forward_pre_hook(own.before)
         super().__init__(network, loss, Grouped(built, members, rows))
-        self.members, self.scale, self.layers, self.init, self.seed = members, scale, names, init, seed
+        self.members, self.scale, self.layers, self._init, self.seed = members, scale, names, init, seed
 
 
 class Grouped(Tiled):

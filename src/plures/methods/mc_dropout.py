@@ -60,7 +60,7 @@ class MCDropout(OneStage):
         super().__init__(network, loss, started(network, init, seed), ready=init == "given")
         whole_number("passes", passes, most=MOST_PASSES)
         self.members = self.passes = passes
-        self.init, self.seed = init, seed
+        self._init, self.seed = init, seed
         self.sites = _rates(self.network, rate, sites)  # the dropout rate of each site, by name
         self._hooks = [_hook(self.network, site, rate) for site, rate in self.sites.items()]
 
@@ -108,7 +108,7 @@ class MCDropout(OneStage):
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments as JSON values, so that the ensemble can be rebuilt from a file."""
-        return {name: getattr(self, name) for name in ("passes", "sites", "init", "seed")}
+        return {"passes": self.passes, "sites": self.sites, "init": self._init, "seed": self.seed}
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ class MIMO(ManyInOne):
         axis = 1 if loss is None else class_axis(loss)
         widened = _widened(network, members, first, last, init, seed)
         super().__init__(network, loss, _Slots(widened, members, first, last, axis))
-        self.members, self.first, self.last, self.init, self.seed = members, first, last, init, seed
+        self.members, self.first, self.last, self._init, self.seed = members, first, last, init, seed
         self.batch_repetition = batch_repetition
 
     def _stage(self, step: Step) -> Stage:
@@ -129,8 +129,8 @@ def _one_tensor(inputs: Any) -> tuple[Tensor, str | None]:
         raise PluresError(f"MIMO stacks one tensor on its channels; the network was given ({kinds})")
     if values[0].dtype in (torch.int64, torch.int32):
         raise PluresError(
-            f"MIMO stacks images or features on their channels; the network was given {values[0].dtype}, such as the "
-            "numbers of tokens, which have none: use another method"
+            f"MIMO stacks images or features on their channels; the network was given {values[0].dtype}, such as token "
+            "ids, which have none: use another method"
         )
     return values[0], next(iter(kwargs), None)
 

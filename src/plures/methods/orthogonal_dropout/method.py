@@ -113,9 +113,9 @@ class OrthogonalDropout(Ensemble):
             raise PluresError("members trained together have random masks: use schedule='sequential' to optimize them")
         # Plain values, because a file holds them as JSON.
         learned = schedule == "sequential" and not changes
-        self.optimize_masks = learned if optimize_masks is None else bool(optimize_masks)
+        self._optimize_masks = learned if optimize_masks is None else bool(optimize_masks)
         self.granularity = granularity
-        self.init: Init = init or ("given" if changes else "fresh")
+        self._init: Init = init or ("given" if changes else "fresh")
         self._background, self._share = background, share
         self.seed = seed
         roles = roles_for(network, members) if roles is None and schedule == "together" and not changes else roles
@@ -137,13 +137,13 @@ class OrthogonalDropout(Ensemble):
         self._moments: Moments = moments(network)
         self._places = places(network)
         self._ticket = object()  # a new one whenever an open stage gets out of date
-        if not self.optimize_masks:
+        if not self._optimize_masks:
             self._partition.randomise(seed)
         self._partition.to(next(iter(own.values())).device)
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
-        if self.init == "given" and not changes and not split:
-            log.warning("all members start from the same weights and differ in their batches alone: init='fresh'")
+        if self._init == "given" and not changes and not split:
+            log.warning("all members start from the same weights and differ only in their batches: use init='fresh'")
 
     def _keep_given(self) -> None:
         """Keep the split tensors as they were given, if members see them where they own nothing."""
@@ -205,7 +205,7 @@ class OrthogonalDropout(Ensemble):
         return float(share**-0.7) if phase == "train" else 1.0
 
     def _open_together(self, step: Step) -> Stage:
-        each = [self._start(member) for member in range(self.members if self.init == "fresh" else 1)]
+        each = [self._start(member) for member in range(self.members if self._init == "fresh" else 1)]
         network = together.starts(self._split, each if len(each) > 1 else each * self.members)
         before = [
             sequential.statistics(network.network, network.private.rows(member)) for member in range(self.members)
@@ -223,16 +223,16 @@ class OrthogonalDropout(Ensemble):
 
     def _phases(self, claimed_by_others: set[int]) -> list[str]:
         """Return the phases of a member: the first may start from given weights, the last takes what is left."""
-        if not self.optimize_masks or not self.owners:
+        if not self._optimize_masks or not self.owners:
             return ["train"]
-        given_whole = self.init == "given" and not claimed_by_others
+        given_whole = self._init == "given" and not claimed_by_others
         takes_the_rest = len(claimed_by_others) == self.members - 1
         skipped = {"pretrain": given_whole, "prune": takes_the_rest, "finetune": False}
         return [phase for phase, skip in skipped.items() if not skip]
 
     def _start(self, member: int) -> nn.Module:
         network = copied_around(self.network, names_of_shared(self.roles), self._split.given())
-        if self.init == "fresh":
+        if self._init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, 0)
         return network

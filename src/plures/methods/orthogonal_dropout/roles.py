@@ -36,12 +36,11 @@ SMALL_COUNT = 2**13  # numbers, too few to matter
 ADAPTER_SHARE = 0.1  # of the numbers of a network: if no more are trainable, they adapt a frozen network
 
 
-def roles(
-    network: nn.Module, last: str | None = None, *, fixed: bool = False, embeddings: str | None = None
-) -> dict[str, Role]:
+def roles(network: nn.Module, last: str | None = None, *, embeddings: str | None = None) -> dict[str, Role]:
     """Return the role of every named tensor of a network; edit the result and pass it to a method.
 
         roles = plures.roles(network, last="head.fc")
+        roles["head.fc.weight"] = roles["head.fc.bias"] = "shared"  # the classifier, fixed as in the paper
         ensemble = plures.OrthogonalDropout(network, roles=roles)
 
     Weights of linear, convolution, attention and recurrent layers are split. Norm layers (parameters and buffers),
@@ -51,7 +50,6 @@ def roles(
 
     - `last`: the name of the classifier; by default, the last Linear, or without a Linear the last layer if it is a
       1x1 convolution. It is private if small and split if large.
-    - `fixed`: make the classifier shared, as in the paper.
     - `embeddings`: one role for all embeddings ("shared" keeps those of a large pre-trained network as they are); by
       default, they are private if small and split if large.
     """
@@ -77,7 +75,7 @@ def roles(
         aliases = [other for other, candidate in names.items() if candidate is tensor]
         embeds = [alias for alias in aliases if isinstance(splittable.get(alias), EMBEDDINGS)]
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if frozen or (fixed and id(tensor) in of_classifier):
+        if frozen:
             result[name] = Role.SHARED
         elif embeds and embeddings is not None:
             result[name] = Role(embeddings)
@@ -137,7 +135,7 @@ def resolve_roles(
     one_of("classifier", classifier, (None, *get_args(Classifier)))
     chosen: dict[str, str] = dict(roles(network) if given is None else given)
     names = tensors(network)
-    targets = classifier_tensors(network, chosen)
+    targets = classifier_tensors(network)
     if classifier == "fixed" and not targets:
         raise no_classifier(network)
     if classifier is not None:
@@ -153,30 +151,21 @@ def resolve_roles(
 def no_classifier(network: nn.Module) -> PluresError:
     """Return the error of a network whose classifier is not known."""
     return PluresError(
-        f"{type(network).__name__} has no Linear and no last 1x1 convolution that could be the classifier: name the "
-        "layer that gives the logits with roles=plures.roles(network, last=..., fixed=True)"
+        f"{type(network).__name__} has no Linear and no last 1x1 convolution that could be the classifier: give the "
+        "layer that returns the logits the role 'shared' in roles="
     )
 
 
-def classifier_tensors(network: nn.Module, given: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of the classifier's trainable tensors: of the last layer, or those that are shared instead.
-
-    Embeddings may be shared, too, and are no classifier.
-    """
-    names = {name: tensor for name, tensor in tensors(network).items() if tensor.requires_grad}
+def classifier_tensors(network: nn.Module) -> list[str]:
+    """Return the names of the classifier's trainable tensors."""
     last = _last_layer(network)
     own = set() if last is None else {id(parameter) for parameter in network.get_submodule(last).parameters()}
-    of_last = [name for name, tensor in names.items() if id(tensor) in own]
-    embeddings = [module for module in network.modules() if isinstance(module, EMBEDDINGS)]
-    embed = {id(parameter) for module in embeddings for parameter in module.parameters()} - own
-    shared = [name for name in names_of_shared(given) if name in names and id(names[name]) not in embed]
-    one_layer = len({name.rpartition(".")[0] for name in shared}) == 1  # more of them are the first part of a network
-    return shared if one_layer and not set(shared) & set(of_last) else of_last
+    return [name for name, tensor in tensors(network).items() if tensor.requires_grad and id(tensor) in own]
 
 
-def names_of_shared(given: Mapping[str, str] | None) -> list[str]:
+def names_of_shared(given: Mapping[str, str]) -> list[str]:
     """Return the names of the tensors with the role shared."""
-    return [name for name, role in (given or {}).items() if role == Role.SHARED]
+    return [name for name, role in given.items() if role == Role.SHARED]
 
 
 def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
