@@ -287,6 +287,7 @@ DAMAGES = {
     "large": lambda t: torch.full_like(t, 2**15 - 1),
     "one more": lambda t: t + 1,
     "reversed": lambda t: t.flip(-1),
+    "part of wider rows": lambda t: torch.cat([t, t], -1).chunk(2, -1)[0] if t.dim() else t,
     "gradient": lambda t: t.clone().requires_grad_() if t.is_floating_point() else t.double(),
 }
 
@@ -331,10 +332,18 @@ def test_wrong_arguments_are_refused_or_make_no_difference(data):
             assert str(error).count(". ") == 0
         return
     expected = operator(*right)
-    if damage == "strides":
+    if damage in ("strides", "part of wider rows"):
         assert found.equal(expected)
     assert found.is_meta or found.isfinite().all()
-    assert place not in lists or damage in ("flat", "reversed", "one more"), "lists that do not fit are refused"
+    harmless = ("flat", "reversed", "one more", "part of wider rows")
+    assert place not in lists or damage in harmless, "lists that do not fit are refused"
+
+
+def test_lists_whose_rows_lie_apart_are_refused():
+    operator, right, _ = valid_calls()["convolution"]
+    right[2] = torch.cat([right[2], right[2]], -1).chunk(2, -1)[0]
+    with pytest.raises(PluresError, match="do not fit this layer"):
+        operator(*right)
 
 
 @pytest.mark.parametrize("convert", [torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double])

@@ -136,14 +136,14 @@ def apart(batches: Sequence[Any], members: Sequence[Callable[[], Run]]) -> Tenso
     return torch.stack([of(make()) for make in members])
 
 
-def of_networks(owner: Predictor, networks: Sequence[nn.Module], places: Sequence[int], batches: list[Any]) -> Tensor:
+def of_networks(owner: Predictor, networks: nn.ModuleList, places: Sequence[int], batches: list[Any]) -> Tensor:
     """Return the logits of some members, each a network of the owner's, for several batches, joined."""
 
     def ready(network: nn.Module) -> Callable[[], Run]:
         return lambda: lambda batch: logits_of(call(network, batch))
 
     chosen = [ready(networks[place]) for place in places]
-    hooked = any(has_hooks(one) for network in networks for one in network.modules())
+    hooked = any(map(has_hooks, networks.modules()))
     if len(places) < 2 or torch.is_grad_enabled() or torch.compiler.is_compiling() or hooked:
         return apart(batches, chosen)
 
@@ -152,11 +152,12 @@ def of_networks(owner: Predictor, networks: Sequence[nn.Module], places: Sequenc
         owner._run_once = trunk.share
         return outputs
 
-    made: Tensor = owner._lender.lend(owner, lambda: Trunk(shell(tuple(networks)), _differing(networks)), run)
+    # Of the networks, not of the owner: another thread may give it others meanwhile.
+    made: Tensor = owner._lender.lend(networks, lambda: Trunk(shell(tuple(networks)), _differing(networks)), run)
     return made
 
 
-def _differing(networks: Sequence[nn.Module]) -> set[str]:
+def _differing(networks: Iterable[nn.Module]) -> set[str]:
     """Return the places of tensors that are not the same, or equal, in all networks."""
     kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
     first, *others = [{name: t for kind in kinds for name, t in kind(one, remove_duplicate=False)} for one in networks]

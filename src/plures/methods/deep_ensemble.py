@@ -76,7 +76,7 @@ class DeepEnsemble(AnyOrder):
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
         ready = self._all_ready()
         asked = ready if chosen is None else [ready[place] for place in chosen]
-        return of_networks(self, list(self.networks), asked, batches)
+        return of_networks(self, self.networks, asked, batches)
 
     def _stage(self, step: Step) -> Stage:
         network = copied_around(self.networks[self._number(step.member)], self._shared)

@@ -276,7 +276,7 @@ def _checked(
     if not 1 <= group <= inputs or group * named > MOST_PLACES:
         raise PluresError(f"groups of {group} do not fit a layer of {inputs} inputs")
     groups, (members, outputs) = -(-inputs // group), of
-    if starts.shape != (members, groups * outputs + 1) or places.dim() != 1:
+    if starts.shape != (members, groups * outputs + 1) or not starts.is_contiguous() or places.dim() != 1:
         raise PluresError(
             f"lists {tuple(starts.shape)} do not fit this layer: they must be ({members}, {groups * outputs + 1})"
         )

@@ -64,10 +64,10 @@ class Owned(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined."""
-        separate = self._separate
+        run, results = self._network_of(tuple(indices)).forward, []
+        separate = self._separate  # looked at after the network, which another thread may have put away meanwhile
         if separate is not None:
             return separate.of_members(indices, batches)
-        run, results = self._network_of(tuple(indices)).forward, []
         with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
             for batch in batches:
                 args, kwargs = arguments(batch)

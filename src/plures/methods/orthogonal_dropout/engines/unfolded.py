@@ -43,7 +43,7 @@ class Unfolded(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined: members outside, batches inside."""
-        return of_networks(self, list(self.networks), indices, batches)
+        return of_networks(self, self.networks, indices, batches)
 
     def _run_members_apart(self, split: SplitNetwork) -> None:
         self.networks = nn.ModuleList(split.checkouts())
