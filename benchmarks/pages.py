@@ -77,8 +77,8 @@ def cost(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     batches = sorted({int(row["setting"].split("batch ")[1].split(",")[0]) for row in found})
     about = f"{machine['instructions']}, {found[0]['setting'].split(', ')[-1]}"
     return (
-        f"**Five members of a ResNet18 cost {min(values):.1f} to {max(values):.1f} networks**, not 5, to predict "
-        f"({about}, batches of {batches[0]} to {batches[-1]}; [how](docs/engines.md))."
+        f"A ResNet18 of full width that is split into five predicts in **{min(values):.1f} to {max(values):.1f} times "
+        f"the time of one** ({about}, batches of {batches[0]} to {batches[-1]}; [how](docs/engines.md))."
     )
 
 

@@ -20,7 +20,9 @@ FILES = {
 }
 
 project = "plures"
-version = release = re.search(r'"(.+)"$', (DOCS.parent / "src/plures/version.py").read_text(), re.MULTILINE)[1]
+version = release = re.search(
+    r'^__version__ = "(.+)"$', (DOCS.parent / "src/plures/version.py").read_text(), re.MULTILINE
+)[1]
 html_title = f"plures {version}"
 html_theme = "furo"
 html_static_path = ["site.css"]

@@ -187,7 +187,7 @@ def test_the_figures_of_the_owned_engine_are_put_between_the_marks() -> None:
         "ratios": [asdict(one) | {"met": one.met} for one in found],
     }
     readme = pages.included((ROOT / "README.md").read_text(), document)
-    assert "cost 1.4 to 1.8 networks**, not 5, to predict (AVX2, 2 threads, batches of 1 to 128;" in readme
+    assert "in **1.4 to 1.8 times the time of one** (AVX2, 2 threads, batches of 1 to 128;" in readme
     engines = pages.included((ROOT / "docs/engines.md").read_text(), document)
     assert f"| {pages.FIVE} | {setting.format(1)} | 1.81 | 1.20 to 1.90 | <= 1.5 **missed** |" in engines
     assert pages.included(engines, document) == engines

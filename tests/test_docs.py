@@ -26,6 +26,7 @@ def test_the_site_builds_strictly_and_has_every_public_name(tmp_path, capsys) ->
     inventory = (tmp_path / "site/objects.inv").read_bytes().split(b"\n", 4)[4]
     known = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
     assert public_names() <= known, f"not in the reference: {sorted(public_names() - known)}"
+    assert f"<title>plures {plures.__version__}</title>" in (tmp_path / "site/index.html").read_text()
     for page in (tmp_path / "site").rglob("*.html"):
         loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
         assert not loaded, f"{page.name} cannot be read without a network: it loads {loaded}"

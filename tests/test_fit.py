@@ -1,6 +1,8 @@
 """Three lines from a network to a calibrated prediction, for every method: `ensemble.fit` trains all stages."""
 
 import copy
+import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import plures
 from plures.methods import METHODS
+
+README = Path(__file__).parent.parent / "README.md"
 
 
 def digits(rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -33,16 +37,45 @@ KINDS = [*((name, OPTIONS.get(name, {"members": 2})) for name in METHODS)]
 KINDS += [("OrthogonalDropout", {"members": 2, "schedule": "together"}), ("split", {}), ("adapt", {})]
 
 
+# What a newcomer writes around the three lines of the README.
+BEFORE = """
+import plures, torch
+from sklearn.datasets import load_digits
+
+pixels, labels = load_digits(return_X_y=True)
+pixels, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+loader = torch.utils.data.DataLoader(list(zip(pixels[:1000], labels[:1000])), 64, shuffle=True)
+held_out = [(pixels[1000:1300], labels[1000:1300])]
+"""
+
+
+def three_lines(method: str, options: dict[str, Any]) -> str:
+    """Return the README's three lines for another method, fewer epochs and the digits that are not trained on."""
+    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
+    (lines,) = re.findall(r"^ensemble = .*\nensemble\.fit.*\nprediction = .*\n", code, re.MULTILINE)
+    words = ", ".join(["network", *(f"{name}={value!r}" for name, value in options.items())])
+    changes = {
+        "split(network, members=5)": f"{method}({words})",
+        "epochs=60)": "epochs=13, validation=held_out, progress=False)",
+        "loader[0][0]": "pixels[1300:]",
+    }
+    for given, wanted in changes.items():
+        assert given in lines
+        lines = lines.replace(given, wanted)
+    return lines
+
+
 @pytest.mark.parametrize(("method", "options"), KINDS)
 def test_three_lines_for_every_method(method: str, options: dict[str, Any], tmp_path: Path) -> None:
     given = network()
     if method == "adapt":
         given = plures.Deterministic(given).fit(loader(slice(1000)), epochs=13, progress=False).checkout(0)
-    ensemble = getattr(plures, method)(given, **options)
-    assert "not trained: call fit, or loop over stages()" in repr(ensemble)
-    ensemble.fit(loader(slice(1000)), epochs=13, validation=loader(slice(1000, 1300)), progress=False)
+    assert "not trained: call fit, or loop over stages()" in repr(getattr(plures, method)(given, **options))
+    file = tmp_path / "three_lines.py"
+    file.write_text(BEFORE + three_lines(method, options))
+    names = runpy.run_path(str(file), {"network": given})
+    ensemble, prediction = names["ensemble"], names["prediction"]
     inputs, labels = digits(slice(1300, None))
-    prediction = ensemble.predict(inputs)
     assert (prediction.label == labels).float().mean() > 0.7
     assert prediction.sets(coverage=0.9).shape == (len(inputs), 10)
     assert prediction.confidence.shape == prediction.epistemic.shape == labels.shape

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawing import Drawing, ticks
 
-WIDTH = 760
+WIDTH = 520  # so that its letters can still be read on a telephone, at two thirds of their size
 COSTS = {"file": "size of the file", "prediction": "prediction time", "training": "training time"}
 
 
@@ -27,8 +27,8 @@ class Mark:
 
 def dots(path: Path, says: str, axis: str, panels: Mapping[str, Sequence[Mark]], digits: int = 3) -> None:
     """Draw values as dots in rows, a panel below the other; each panel has an axis of its own."""
-    left, right, row, head = 230, 70, 24, 30
-    height = sum(head + row * len(rows) + 24 for rows in panels.values()) + 26
+    left, right, row, head = 200, 62, 24, 30
+    height = sum(head + row * len(rows) + 24 for rows in panels.values()) + 32
     drawing = Drawing(WIDTH, height, says)
     y = 8.0
     for title, rows in panels.items():
@@ -51,7 +51,7 @@ def dots(path: Path, says: str, axis: str, panels: Mapping[str, Sequence[Mark]],
                 drawing.line([(x, middle - 9), (x, middle + 9)], one.colour, 2.5)
             drawing.text(WIDTH - 16, middle + 4, f"{one.mean:.{digits}f}", "end")
         y = bottom + 24
-    drawing.text(left, y + 12, axis, "quiet", 12)
+    drawing.text(16, y + 12, axis, "quiet", 12)
     drawing.save(path)
 
 
@@ -67,8 +67,8 @@ class Point:
 
 def against_costs(path: Path, says: str, quality: str, points: Sequence[Point]) -> None:
     """Draw quality against each cost in panels side by side, with numbered points and a legend below."""
-    panel, gap, left, top, height = 208, 28, 58, 44, 220
-    lines = math.ceil(len(points) / 3)
+    panel, gap, left, top, height = 142, 17, 46, 44, 200
+    lines = math.ceil(len(points) / 2)
     drawing = Drawing(WIDTH, top + height + 56 + 22 * lines, says)
     levels = ticks(one.quality for one in points)
 
@@ -103,9 +103,9 @@ def against_costs(path: Path, says: str, quality: str, points: Sequence[Point]) 
                 taken.append((x, y))
                 drawing.dot(x, y, one.colour, 9)
                 number_in(drawing, x, y + 4, index)
-    drawing.text(left, top + height + 36, f"{quality}, lower is better; costs in networks (logarithmic)", "quiet", 12)
+    drawing.text(16, top + height + 38, f"{quality}, lower is better; costs in networks (logarithmic)", "quiet", 12)
     for index, one in enumerate(points):
-        x, y = left + (index % 3) * (panel + gap), top + height + 60 + 22 * (index // 3)
+        x, y = 16 + (index % 2) * WIDTH / 2, top + height + 64 + 22 * (index // 2)
         drawing.dot(x + 8, y - 4, one.colour, 8)
         number_in(drawing, x + 8, y, index + 1)
         drawing.text(x + 22, y, one.name)

@@ -5,6 +5,7 @@ A sentence compares what it finds; none has a number or a verdict of its own.
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -47,6 +48,9 @@ SETS = {
     "digits": "digits, 300 training images, a perceptron",
 }
 SHORT = {name: text.partition(",")[0] for name, text in SETS.items()} | {"cifar10-half-cpu": "CIFAR10, twice the width"}
+SEVERITIES = {"uncorrupted": "uncorrupted", "severity 3": "severity 3", "severity 5, the highest": "severity 5"}
+AXIS = "NLL of the test samples, lower is better"
+PRETRAINED = {"one fine-tuning": "#7F7F7F", "deep ensemble": "#0072B2", "changes, 2 %": "#C43C00"}
 COLUMNS = ("method", "accuracy %", "NLL", "ECE", "file", "training")
 
 
@@ -79,7 +83,9 @@ class Row:
     @property
     def colour(self) -> str:
         """The colour of its method."""
-        return next((colour for name, colour in COLOURS.items() if self.name.startswith(name)), "#E69F00")
+        return next(
+            (colour for name, colour in (COLOURS | PRETRAINED).items() if self.name.startswith(name)), "#E69F00"
+        )
 
 
 @cache
@@ -156,7 +162,8 @@ def dots(name: str, says: str, metric: str, panels: dict[str, Sequence[Row]], ax
         title: [charts.Mark(one.name, one.colour, tuple(scale * value for value in one.values(metric))) for one in rows]
         for title, rows in panels.items()
     }
-    charts.dots(PICTURES / f"{name}.svg", says, axis, marks, 4 if metric in ("ece", "aurc") else 3)
+    digits = 1 if scale == 100 else 4 if metric in ("ece", "aurc") else 3
+    charts.dots(PICTURES / f"{name}.svg", says, axis, marks, digits)
     return f"pictures/{name}.svg"
 
 
@@ -177,10 +184,9 @@ def quality() -> str:
         f"{word} five networks,{file}",
         picture,
         says,
-        f"Split into five and trained together, a small ResNet18 has {split.cell('accuracy', 1, 100)} % and NLL "
-        f"{split.cell('nll')}; "
-        f"a deep ensemble has {deep.cell('accuracy', 1, 100)} % and {deep.cell('nll')}.",
-        f"One network has {single.cell('accuracy', 1, 100)} % and {single.cell('nll')} ({seeds(single, deep, split)}).",
+        f"The split network, trained together, has NLL {split.cell('nll')}, and a deep ensemble has {deep.cell('nll')} "
+        f"({seeds(single, deep, split)}).",
+        f"Their accuracies are {split.cell('accuracy', 1, 100)} % and {deep.cell('accuracy', 1, 100)} %.",
     )
 
 
@@ -191,18 +197,18 @@ def costs() -> str:
     split = rows[TOGETHER] if "training" in rows[TOGETHER].costs else rows[SEQUENTIAL]
     says = "NLL against size of the file, prediction time and training time"
     return claim(
-        f"Five answers cost {split.costs['file']:.2f} files, {split.costs['prediction']:.1f} predictions and "
-        f"{split.costs['training']:.1f} trainings",
+        f"Five answers cost {in_networks(split)}",
         "pictures/costs.svg",
         says,
-        f"The split network ({split.name.removeprefix('split, ')}) trains as long as "
-        f"{split.costs['training']:.1f} networks, "
-        f"predicts as long as {split.costs['prediction']:.1f} and needs {split.costs['file']:.2f} files; a deep "
-        "ensemble takes "
-        f"{rows[DEEP].costs['training']:.1f}, {rows[DEEP].costs['prediction']:.1f} and {rows[DEEP].costs['file']:.1f} "
-        "(measured with one seed each; costs depend on no seed).",
+        f"A deep ensemble costs {in_networks(rows[DEEP])} (of one network of this width, which is a quarter).",
         f"{prediction_of_wide()} ([benchmarks](../benchmarks/results.md)).",
     )
+
+
+def in_networks(row: Row) -> str:
+    """Return the costs of a row, in the order of the chart."""
+    found = row.costs
+    return f"{found['file']:.2f} files, {found['prediction']:.1f} predictions and {found['training']:.1f} trainings"
 
 
 def prediction_of_wide() -> str:
@@ -235,23 +241,28 @@ def elsewhere() -> str:
     picture = dots("elsewhere", says, "nll", panels, "NLL of the test images, lower is better")
     pairs = {name: (split, rows_of(name)[DEEP]) for name in others if (split := split_of(name))}
     lower = [name for name, pair in pairs.items() if verdict(*pair, "nll") < 0]
-    figures = ", ".join(
-        f"{one.cell('nll')} against {deep.cell('nll')} on {SHORT[name]}" for name, (one, deep) in pairs.items()
-    )
+    rest = [SHORT[name] for name in pairs if name not in lower]
     return claim(
         f"A lower NLL than the deep ensemble in {len(lower)} of {len(pairs)} other comparisons",
         picture,
         says,
-        f"Split network against deep ensemble: {figures}.",
+        f"It is lower on {listed([SHORT[name] for name in lower])}"
+        + (f", and not on {listed(rest)}." if rest else "."),
         "Most rows have one seed, so small differences may be chance "
         f"({seeds(*(row for pair in pairs.values() for row in pair))}).",
     )
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return names as a sentence has them; one with a comma in it is in brackets."""
+    told = [re.sub(r", (.*)", r" (\1)", one) for one in names]
+    return " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+
+
 def abstaining() -> str:
     """Confidence and errors."""
     rows = chosen("cifar10-cpu", SINGLE, "MC dropout", "packed ensemble", DEEP, TOGETHER, SEQUENTIAL)
-    single, deep, split = (rows_of("cifar10-cpu")[name] for name in (SINGLE, DEEP, TOGETHER))
+    deep, split = (rows_of("cifar10-cpu")[name] for name in (DEEP, TOGETHER))
     says = "Area under the risk-coverage curve by method"
     axis = "area under the curve of errors against answered images, lower is better"
     picture = dots("abstaining", says, "aurc", {"CIFAR10: how well confidence ranks errors": rows}, axis)
@@ -264,9 +275,8 @@ def abstaining() -> str:
         f"It knows when to abstain, {words[verdict(split, deep, 'aurc')]}",
         picture,
         says,
-        f"The error, averaged over all shares of answered images, is {split.cell('aurc', 4)} for the split network, "
-        f"{deep.cell('aurc', 4)} for the deep ensemble and {single.cell('aurc', 4)} for one network "
-        f"({seeds(single, deep, split)}).",
+        f"The error, averaged over all shares of answered images, is {split.cell('aurc', 4)} for the split network "
+        f"and {deep.cell('aurc', 4)} for the deep ensemble ({seeds(deep, split)}).",
         "With held-out data, `predict(...).abstain(risk=0.05)` bounds the error of what it answers "
         "([guide](guide/trust.md)).",
     )
@@ -304,30 +314,27 @@ def equal_training() -> str:
         f"At equal training, the deep ensemble {word}",
         picture,
         says,
-        f"With 2.1 times the epochs a deep ensemble has {longer.cell('accuracy', 1, 100)} % and NLL "
-        f"{longer.cell('nll')}; "
-        f"the best split network has {best.cell('accuracy', 1, 100)} % and {best.cell('nll')}.",
-        f"That is five files, and twice the training of the deep ensemble above ({seeds(longer, best)}).",
+        f"With 2.1 times the epochs a deep ensemble has NLL {longer.cell('nll')}, and the best split network has "
+        f"{best.cell('nll')} ({seeds(longer, best)}).",
+        f"Their accuracies are {longer.cell('accuracy', 1, 100)} % and {best.cell('accuracy', 1, 100)} %.",
     )
 
 
 def calibration() -> str:
     """ECE before a temperature."""
     rows = chosen("cifar10-cpu", SINGLE, DEEP, TOGETHER, SEQUENTIAL)
-    deep, split = rows_of("cifar10-cpu")[DEEP], rows_of("cifar10-cpu")[SEQUENTIAL]
-    together = rows_of("cifar10-cpu")[TOGETHER]
+    deep, together, sequential = (rows_of("cifar10-cpu")[name] for name in (DEEP, TOGETHER, SEQUENTIAL))
     says = "Calibration error by method"
     picture = dots("calibration", says, "ece", {"CIFAR10, without a temperature": rows}, "ECE, lower is better")
     words = {-1: "lower", 0: "no lower", 1: "higher"}
     return claim(
-        f"Its calibration error is {words[verdict(split, deep, 'ece')]} than a deep ensemble's",
+        f"Its calibration error is {words[verdict(together, deep, 'ece')]} than a deep ensemble's",
         picture,
         says,
-        f"The ECE of a deep ensemble is {deep.cell('ece', 4)}; that of the split network is "
-        f"{together.cell('ece', 4)} if trained together, and {split.cell('ece', 4)} one by one "
-        f"({seeds(deep, split, together)}).",
-        f"With a temperature from held-out data the three have {deep.cell('calibrated_ece', 4)}, "
-        f"{together.cell('calibrated_ece', 4)} and {split.cell('calibrated_ece', 4)}.",
+        f"Trained together, the split network has an ECE of {together.cell('ece', 4)}, and a deep ensemble has "
+        f"{deep.cell('ece', 4)} ({seeds(deep, sequential, together)}).",
+        f"One by one it has {sequential.cell('ece', 4)}, and with a temperature from held-out data "
+        f"{sequential.cell('calibrated_ece', 4)}.",
     )
 
 
@@ -338,12 +345,20 @@ def shift() -> str:
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
     ]
     head, table = lines[0], {line[0]: line for line in lines[2:]}
-    worst = head.index("severity 5")
-    split, deep = (float(table[name][worst]) for name in ("orthogonal-dropout", "deep-ensemble"))
+    says = "Accuracy on clean and on corrupted images by method"
+    panels = {}
+    for title, column in SEVERITIES.items():
+        marks = []
+        for name in ("deterministic", "mc-dropout", "deep-ensemble", "orthogonal-dropout"):
+            value = float(table[name][head.index(column)])
+            marks.append(charts.Mark(LABELS[name], COLOURS[LABELS[name]], (value,)))
+        panels[title] = marks
+    charts.dots(PICTURES / "shift.svg", says, "accuracy on CIFAR10 in %, higher is better", panels, 1)
+    deep, split = (float(table[name][head.index("severity 5")]) for name in ("deep-ensemble", "orthogonal-dropout"))
     return claim(
         f"Under shift it is {'less' if split < deep else 'not less'} accurate",
-        "results/trust-shift.svg",
-        "Accuracy and ECE against the severity of corruptions",
+        "pictures/shift.svg",
+        says,
         f"At the highest severity of eleven corruptions, the deep ensemble is right for {deep} % of the images "
         f"and the split network for {split} % (CIFAR10, one seed, one by one).",
         "[Calibration and shift](trust.md) has all severities and data from elsewhere.",
@@ -372,6 +387,55 @@ def small() -> str:
         f"Five members of the paper's form have {five:.3f}, and ten have {ten:.3f} ([digits](evidence/digits.md)): "
         "a tenth of this network is too small.",
     )
+
+
+def adapted() -> str:
+    """Ensembles from one pre-trained network."""
+    path = RESULTS / "pretrained.json"
+    tasks = {name: tuned(runs) for name, runs in json.loads(path.read_text()).items()} if path.is_file() else {}
+    tasks = {name: rows for name, rows in tasks.items() if len(rows) == len(PRETRAINED)}
+    if not tasks:
+        return ""
+    says = "NLL of one fine-tuning, a deep ensemble of fine-tunings and changes to one network"
+    picture = dots("pretrained", says, "nll", {name: list(rows.values()) for name, rows in tasks.items()}, AXIS)
+    pairs = {name: (rows["changes, 2 %"], rows["deep ensemble"]) for name, rows in tasks.items()}
+    found = {name: verdict(*pair, "nll") for name, pair in pairs.items()}
+    words = {-1: "ahead", 0: "level", 1: "behind"}
+    told = [f"{word} on {listed(those)}" for one, word in words.items() if (those := of_value(found, one))]
+    worst = max(pairs, key=lambda name: pairs[name][0].mean("nll") - pairs[name][1].mean("nll"))
+    split, deep = pairs[worst]
+    files = [
+        f"{min(sizes):.2f} to {max(sizes):.2f}"
+        for one in (0, 1)
+        if (sizes := [p[one].costs["file"] for p in pairs.values()])
+    ]
+    return claim(
+        f"Against a deep ensemble of fine-tunings: {', '.join(told)}",
+        picture,
+        says,
+        f"On {worst}, where the difference is least in its favour, `plures.adapt` has NLL {split.cell('nll')}, and the "
+        f"deep ensemble has {deep.cell('nll')} ({seeds(*(row for pair in pairs.values() for row in pair))}).",
+        f"Its file has {files[0]} x the size of the network, and the deep ensemble's {files[1]} x "
+        "([guide](guide/pretrained-network.md)).",
+    )
+
+
+def of_value(found: dict[str, int], value: int) -> list[str]:
+    """Return the names that have a value."""
+    return [name for name, its in found.items() if its == value]
+
+
+def tuned(runs: dict[str, dict[str, float]]) -> dict[str, Row]:
+    """Return the methods of a task that were run, from what was kept of it."""
+    rows = {}
+    for name in PRETRAINED:
+        own = [one for key, one in sorted(runs.items()) if key.startswith(f"{name}, seed")]
+        if own:
+            values = [one["NLL"] for one in own]
+            spread = statistics.stdev(values) if len(values) > 1 else None
+            found = {"nll": {"mean": statistics.mean(values), "deviation": spread, "values": values}}
+            rows[name] = Row(name, tuple(range(len(own))), found, {"file": own[0]["file"]})
+    return rows
 
 
 def pretrained() -> str:
@@ -418,6 +482,7 @@ def generated() -> dict[str, str]:
     rows_of.cache_clear()
     return {
         "claims": "\n".join(f"{make()}" for make in CLAIMS),
+        "adapted": adapted(),
         "losses": "\n".join(make() for make in LOSSES),
         "sets": "\n".join([*(table(recipe) for recipe in SETS if rows_of(recipe)), *filter(None, [pretrained()])]),
     }

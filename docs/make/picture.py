@@ -22,22 +22,22 @@ def main() -> None:
         "One network whose weights are coloured by the member that owns them gives five answers; "
         "their mean is the prediction, and where they differ, the model does not know"
     )
-    drawing = Drawing(760, 300, says)
-    network(drawing, 30, 66, 250, 170)
-    drawing.text(155, 34, "one network, one file", "bold middle")
-    drawing.text(155, 276, "every weight has one owner", "quiet middle")
-    drawing.arrow(304, 151, 30)
-    drawing.text(430, 34, "five answers", "bold middle")
+    drawing = Drawing(560, 290, says)
+    network(drawing, 24, 62, 170, 170)
+    drawing.text(109, 34, "one network, one file", "bold middle")
+    drawing.text(109, 270, "every weight has one owner", "quiet middle")
+    drawing.arrow(212, 147, 24)
+    drawing.text(303, 34, "five answers", "bold middle")
     for number, (colour, answer) in enumerate(zip(MEMBERS, ANSWERS, strict=True)):
-        bars(drawing, 370, 54 + 40 * number, 118, 30, answer, colour)
-    drawing.text(430, 276, "where they differ, it is unsure", "quiet middle")
-    drawing.arrow(504, 151, 30)
-    drawing.text(661, 34, "their mean", "bold middle")
+        bars(drawing, 254, 50 + 40 * number, 98, 30, answer, colour)
+    drawing.text(303, 270, "they differ: it is unsure", "quiet middle")
+    drawing.arrow(368, 147, 24)
+    drawing.text(476, 34, "their mean", "bold middle")
     mean = [sum(each) / len(ANSWERS) for each in zip(*ANSWERS, strict=True)]
     bars(
-        drawing, 622, 106, 112, 90, mean, "", [f"{name} {share:.0%}" for name, share in zip(CLASSES, mean, strict=True)]
+        drawing, 472, 102, 72, 90, mean, "", [f"{name} {share:.0%}" for name, share in zip(CLASSES, mean, strict=True)]
     )
-    drawing.text(661, 276, "label and confidence", "quiet middle")
+    drawing.text(476, 270, "label and confidence", "quiet middle")
     drawing.save(PICTURES / "ensemble.svg")
 
 

@@ -14,7 +14,7 @@ import picture
 
 DOCS = Path(__file__).parent.parent
 PLACE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-MARK = re.compile(r"<!-- (claims|losses|sets) -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"<!-- (claims|adapted|losses|sets) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def main() -> None:
