@@ -100,9 +100,10 @@ def test_the_map_in_contributing_shows_every_room_and_nothing_else() -> None:
     assert not named - names, f"CONTRIBUTING names files that are not there: {sorted(named - names)}"
 
 
-def test_importing_plures_and_its_data_does_not_import_what_takes_as_long_as_torch_itself() -> None:
-    heavy = {"torch._dynamo", "torchmetrics", "transformers", "matplotlib"}
-    code = f"import sys, plures, plures.lab.data; plures.OrthogonalDropout; print(*{heavy} & set(sys.modules))"
+def test_opening_a_run_does_not_import_what_takes_as_long_as_torch_itself() -> None:
+    heavy = {"torch._dynamo", "torchmetrics", "transformers", "matplotlib", "sklearn"}
+    imports = "import sys, plures, plures.lab.evaluation.predict; plures.OrthogonalDropout, plures.MCDropout"
+    code = f"{imports}; print(*{heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
 

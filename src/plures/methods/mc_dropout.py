@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,10 +68,12 @@ class MCDropout(OneStage):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all passes, [passes, batch, classes]."""
         self._all_ready()
-        logits: Tensor = self._run_passes([Arguments(args, kwargs)])
-        return logits
+        run = self._run_passes
+        # The compiler knows no generator but torch's own. To import it takes a second: only if somebody has.
+        if "torch._dynamo" in sys.modules:
+            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        return run([Arguments(args, kwargs)])
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler knows no generator but torch's own
     def _run_passes(self, batches: list[Any]) -> Tensor:
         """Run batches several times, with dropout that follows from the seed; return [passes, ...]."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
