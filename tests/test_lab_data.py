@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from plures.errors import PluresError
 from plures.lab.data import Augment, DataInfo, batches, cache_folder, open_data, read_image, steps
@@ -76,6 +77,16 @@ def test_digits_need_nothing_and_are_always_split_alike():
     assert counts.min() >= 43
     assert counts.max() <= 46
     assert open_data(validation=0, seed=5).fingerprint == data.fingerprint  # no choice was made by the seed
+
+
+def test_digits_are_those_that_scikit_learn_loads():
+    pixels, labels = load_digits(return_X_y=True)
+    data = open_data(validation=0)
+    every = np.concatenate([data.train.images, data.test.images]).reshape(-1, 64)
+    expected = np.rint(pixels * (255 / 16)).astype(np.uint8)
+    order, other = np.lexsort(every.T), np.lexsort(expected.T)
+    assert np.array_equal(every[order], expected[other])
+    assert np.array_equal(np.concatenate([data.train.labels, data.test.labels])[order], labels[other])
 
 
 def test_splits_have_pixels_labels_and_names(bugs):
