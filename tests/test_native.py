@@ -487,6 +487,20 @@ def test_a_folder_that_others_write_to_is_refused(tmp_path, monkeypatch):
     assert stat.S_IMODE(library.cache_folder().stat().st_mode) == 0o700
 
 
+def test_a_user_without_a_home_to_write_to_is_told_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    told = "no folder to compile the native library into .*: set XDG_CACHE_HOME to a folder of your own"
+    with pytest.raises(library.UnavailableError, match=told):
+        library.cache_folder()
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user whom the system does not know
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(library.UnavailableError, match=told):
+        library.cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.cache_folder() == tmp_path / "plures" / "native"
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "reason"),
     [

@@ -96,9 +96,15 @@ def _load_once(setting: str) -> Library | UnavailableError:
 
 def cache_folder() -> Path:
     """Return the folder of the user's cache for compiled libraries; refuse one that other users can write to."""
-    home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or home).expanduser().resolve() / "plures" / "native"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    usual = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or usual).expanduser().resolve() / "plures" / "native"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # a home that cannot be written to, or none, as in some containers
+        raise UnavailableError(
+            f"there is no folder to compile the native library into ({error}): "
+            "set XDG_CACHE_HOME to a folder of your own"
+        ) from error
     refuse_if_others_write(folder)
     return folder
 
