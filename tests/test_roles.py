@@ -149,9 +149,9 @@ def test_missing_roles_and_nothing_to_split_are_refused() -> None:
     assert plures.roles(nn.Linear(4, 3))["weight"] == "split", "the only layer is what there is to split"
 
 
-@pytest.mark.parametrize("method", ["OrthogonalDropout", "DeepEnsemble", "MCDropout", "Deterministic"])
+@pytest.mark.parametrize("method", ["OrthogonalDropout", "DeepEnsemble", "MCDropout", "Deterministic", "Masksembles"])
 def test_a_frozen_network_is_told_that_it_is_frozen(method: str) -> None:
-    with pytest.raises(PluresError, match="all parameters of Small are frozen"):
+    with pytest.raises(PluresError, match="all parameters of the network are frozen"):
         next(getattr(plures, method)(Small().requires_grad_(False)).stages())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from plures.calling import arguments, call, logits_of
 from plures.errors import PluresError
 from plures.losses import Loss, class_axis, is_for_classes, name_of
-from plures.tensors import all_frozen
+from plures.tensors import ALL_FROZEN
 
 FORGET = 0.1  # the share of the recent loss that each step replaces
 FEW_STEPS = 10  # fewer teach a network hardly anything
@@ -128,7 +128,7 @@ class Stage(nn.Module):
         self.register_load_state_dict_post_hook(_note_resumption)  # type: ignore[no-untyped-call]
         self._start = {name: None for name, one in self.named_parameters() if one.requires_grad}
         if not self._start:
-            raise all_frozen(network)
+            raise PluresError(ALL_FROZEN)
         self._start = self._sums()
         self.train()
 

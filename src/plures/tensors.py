@@ -19,6 +19,11 @@ Structure = TypeVar("Structure")
 # Layers whose parameters start from random numbers.
 DRAWN = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase)
 
+ALL_FROZEN = (
+    "all parameters of the network are frozen (requires_grad=False), so there is nothing to train: unfreeze those that "
+    "the members should learn"
+)
+
 
 def moments(network: nn.Module) -> Moments:
     """Measure mean and standard deviation of every tensor that a fresh start draws anew.
@@ -155,14 +160,6 @@ def check_network(network: object) -> None:
     for name, tensor in tensors(network).items():
         if is_lazy(tensor):
             raise PluresError(f"{name!r} has no shape yet: run {type(network).__name__} on a batch before splitting it")
-
-
-def all_frozen(network: nn.Module) -> PluresError:
-    """Return the error of a network that no stage can train."""
-    return PluresError(
-        f"all parameters of {type(network).__name__} are frozen (requires_grad=False), so there is nothing to train: "
-        "unfreeze those that the members should learn"
-    )
 
 
 def layers(network: nn.Module) -> dict[str, Layer]:

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from plures.checks import nearest, one_of
 from plures.errors import PluresError
-from plures.tensors import all_frozen, canonical, check_network, layers, own_tensors, tensors
+from plures.tensors import ALL_FROZEN, canonical, check_network, layers, own_tensors, tensors
 
 
 class Role(StrEnum):
@@ -120,7 +120,7 @@ def has_adapters(network: nn.Module) -> bool:
     for tensor in own_tensors(network).values():
         counts[isinstance(tensor, nn.Parameter) and tensor.requires_grad] += tensor.numel()
     if not counts[True] and any(True for _ in network.parameters()):
-        raise all_frozen(network)
+        raise PluresError(ALL_FROZEN)
     frozen = sum(tensor.numel() for tensor in network.parameters() if not tensor.requires_grad)
     return frozen > 0 and counts[True] <= ADAPTER_SHARE * sum(counts.values())
 
