@@ -201,7 +201,7 @@ def _best(probabilities: Tensor, labels: Tensor) -> float:
     """Return the best temperature, or 1 if rounding would make the NLL worse.
 
     If all held-out labels are right, the NLL falls with the temperature without end. One more might have been wrong, so
-    labels are then smoothed by the rule of succession, as in Platt (1999): nobody is sure after a few dozen samples.
+    labels are then smoothed by the rule of succession, as in Platt (1999): a few dozen samples are no proof.
     """
     all_right = bool((probabilities.argmax(1) == labels).all())
     found = temperature(probabilities, labels, 1 / (len(labels) + 2) if all_right else 0.0)

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Arguments(NamedTuple):
-    """Hold what a network is called with, if a tensor, a tuple or a dict does not say it all."""
+    """The arguments of a call, if a tensor, a tuple or a dict does not say it all."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -49,7 +49,7 @@ def call_with(network: nn.Module, values: Mapping[str, Tensor], at: Mapping[str,
 
 
 def logits_of(output: Any) -> Tensor:
-    """Take the logits from what a network returned: a tensor, or an object with `.logits` as in transformers."""
+    """Return the logits of what a network returned: a tensor, or an object with `.logits` as in transformers."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise PluresError(f"the network returned {type(output).__name__}; expected a tensor or an object with .logits")
@@ -86,7 +86,7 @@ def each_batched(inputs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
 
 
 def rows_of(inputs: Any, rows: slice | Tensor) -> Arguments:
-    """Take some samples of a batch of inputs."""
+    """Return some samples of a batch of inputs."""
     return each_batched(inputs, lambda one: one[rows.to(one.device) if isinstance(rows, Tensor) else rows])
 
 

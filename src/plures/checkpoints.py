@@ -18,7 +18,7 @@ CHECKSUM = 64  # bytes before the safetensors file
 
 
 class Position(NamedTuple):
-    """Where training was: how many stages are committed, how many epochs of the next one are done, and its best."""
+    """How far training was: how many stages are committed, how many epochs of the next one are done, and its best."""
 
     committed: int
     epoch: int

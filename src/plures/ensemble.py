@@ -218,11 +218,11 @@ class Ensemble(Trainable, ABC):
         return {}
 
     def get_extra_state(self) -> Tensor:
-        """Put the progress into the state dict, as the bytes of its JSON."""
+        """Return the progress for the state dict, as the bytes of its JSON."""
         return torch.tensor(list(json.dumps(self._state()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the progress from a state dict."""
+        """Restore the progress from a state dict."""
         try:
             self._take_state(json.loads(bytes(state.tolist())))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -250,7 +250,7 @@ class Ensemble(Trainable, ABC):
         """Refuse a file that lacks what its options promise, which may need more memory than there is."""
         try:
             sketch = cls(shell(network).to("meta"), **options)  # where nothing takes memory
-        except Exception:  # of somebody else's method, which needs numbers; whatever is wrong otherwise shows now
+        except Exception:  # of a method outside plures, which needs numbers; what else is wrong shows now
             return
         for name, tensor in own_tensors(sketch).items():
             stored.check(name, tensor.shape)
@@ -277,7 +277,7 @@ def file_line(stored: float, plain: float) -> str:
 
 
 def as_stored(tensor: Tensor, dtype: torch.dtype | None, like: Tensor | None = None) -> Tensor:
-    """Bring a tensor into the form that a file holds: weights in the dtype asked for, vectors and buffers as they are.
+    """Return a tensor as a file holds it: weights in the dtype asked for, vectors and buffers as they are.
 
     `like` is the tensor of the network that this one stands for, if it is another.
     """

@@ -4,7 +4,7 @@ LONGEST = 2000  # characters of a message: room for several paths
 
 
 class PluresError(Exception):
-    """Catch every error that plures raises on purpose.
+    """The base of all errors that plures raises on purpose.
 
         try:
             ensemble = plures.load("birds.safetensors", network)

@@ -22,7 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
     A crash leaves the old file or the new one. A file system's error becomes one sentence, and the old file stays.
     Missing folders are made.
     """
-    # Short whatever the name is, and nobody else's: threads and processes may write the same file.
+    # Short whatever the name is, and of this call alone: threads and processes may write the same file.
     beside = path.with_name(f".{path.name[:40]}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ def digest(*parts: Any, length: int = 16) -> str:
 
 
 def sealed(text: str) -> str:
-    """Put the checksum of a text before it, so that `unsealed` can tell whether it has changed."""
+    """Return a text with its checksum before it, so that `unsealed` can tell whether it has changed."""
     return f"{digest(text.encode())} {text}"
 
 
 def unsealed(text: str) -> str | None:
-    """Take the checksum off again; None if the text is not the one that was sealed."""
+    """Return the text without its checksum; None if it is not the text that was sealed."""
     checksum, _, plain = text.partition(" ")
     return plain if checksum == digest(plain.encode()) else None

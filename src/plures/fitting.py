@@ -240,7 +240,7 @@ class Trainable(Predictor):
         - `patience`: end a stage after this many epochs without a lower loss on `validation`, and keep its best epoch.
           Members that train together are judged as an ensemble.
         - `optimizer`: a function that makes the optimizer of a stage; by default AdamW with a rate of 0.001 times
-          `stage.pace`: members with few weights of their own want a higher rate.
+          `stage.pace`: members with few weights of their own need a higher rate.
         - `schedule`: "cosine" lets the rate rise for a twentieth of a stage and fall to zero; "constant" keeps it.
         - `device`: where to train; by default where the ensemble is.
         - `checkpoint`: a file that is written after every epoch; the same call continues from it, with the same bits.

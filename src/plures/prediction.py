@@ -162,7 +162,7 @@ class Predictor(nn.Module):
         return classes_second(outputs, self.loss)
 
     def _refuse_other_dtype(self, inputs: Any, error: RuntimeError) -> None:
-        """Word the error of a network that was called with numbers of another precision than its own."""
+        """Raise an error that names both if the inputs have another precision than the ensemble."""
         args, kwargs = arguments(inputs)
         given = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()}
         own = {one.dtype for one in self.parameters() if one.is_floating_point()}

@@ -125,7 +125,7 @@ class _Rows:
 class _Estimator(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share: settings, a network, an ensemble trained on rows."""
 
-    # scikit-learn wants a constructor that only stores; `fit` checks.
+    # scikit-learn requires a constructor that only stores; `fit` checks.
     method: str = "OrthogonalDropout"
     members: int = 5
     _: KW_ONLY

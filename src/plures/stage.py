@@ -122,7 +122,7 @@ class Stage(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [f"record.{name}" for name, _ in self.record.named_buffers()]
         self._commit = commit
         self.still: Sequence[nn.Module] = ()  # norm layers with statistics that members share: they stay in eval mode
-        self.pace = 1.0  # how many times the learning rate of a plain network it wants
+        self.pace = 1.0  # how many times the learning rate of a plain network it needs
         self.heads = 1  # how many losses are added up: a mean divides by it
         self._resumed = False
         self.register_load_state_dict_post_hook(_note_resumption)  # type: ignore[no-untyped-call]

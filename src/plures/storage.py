@@ -34,7 +34,7 @@ PARTS: dict[str, type] = {
     "own_loss": bool,
     "checksums": dict,
 }
-# A file may be so many times smaller than its network (half precision, narrow members) before it is suspicious.
+# A file may be this many times smaller than its network (half precision, narrow members), and not more.
 MOST_SMALLER, SMALL = 64, 1 << 26
 
 

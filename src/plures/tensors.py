@@ -130,7 +130,7 @@ def shell(network: Structure) -> Structure:
 def copied_around(network: nn.Module, names: Container[str], values: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Copy a network, with other `values` in some of its tensors, by their first names.
 
-    These values and the named tensors take no memory of their own until somebody writes to one of the two.
+    These values and the named tensors take no memory of their own until one of the two is written to.
     """
     memo: dict[int, Any] = {}
     for name, tensor in tensors(network).items():

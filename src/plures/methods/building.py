@@ -159,7 +159,7 @@ class ManyInOne(OneStage):
 
 
 class Rows:
-    """Know which member each row of the running batch belongs to; one object, shared by all layers of a network.
+    """The member of each row of the running batch; one object, shared by all layers of a network.
 
     `Tiled` writes it before the network runs. A layer may see several rows (tokens, frames) for each row of the batch.
     """
@@ -243,7 +243,7 @@ def batched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put other modules in the place of some, in place, and return the network."""
+    """Replace some modules by others, in place, and return the network."""
     if network in others:
         return others[network]
     for name, module in list(network.named_modules(remove_duplicate=False)):

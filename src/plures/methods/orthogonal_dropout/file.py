@@ -116,7 +116,7 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """Return the options to build an ensemble with, and those to set afterwards, because the file settles them.
 
     The classifier's role is among the roles. Random owners would be drawn in vain, which takes as long as loading all
-    the rest. And nobody who loads a trained ensemble needs to hear that a given network was thin to split.
+    the rest. And a trained ensemble needs no warning about the network that it was made from.
     """
     later = {"classifier": None, "schedule": "sequential", "optimize_masks": True, "init": "fresh"}
     later |= {"background": "zero", "share": None}
@@ -230,7 +230,7 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 
 
 def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str, added: bool = False) -> None:
-    """Put a member's values back to their places; before a given network, differences are added to it.
+    """Write a member's values back to their places; before a given network, differences are added to it.
 
     They are stored as differences if the file has another precision than the ensemble had.
     """

@@ -74,12 +74,12 @@ class Change(nn.Module):
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Put the values into their places."""
+        """Return the given weight with the values in their places."""
         whole = self.given.reshape(-1).index_put((self.places,), values).view_as(self.given)
         return whole if self.given.is_contiguous() else in_layout_of(self.given, whole)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Take the values out of a weight; of a tied one, they were taken out before."""
+        """Return the values of a weight; of a tied one, they are given already."""
         return weight if weight.shape == self.places.shape else weight.reshape(-1)[self.places]
 
 

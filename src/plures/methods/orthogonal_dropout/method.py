@@ -194,7 +194,7 @@ class OrthogonalDropout(Ensemble):
         return stage.train()
 
     def _pace(self, phase: str) -> float:
-        """Return how many times the learning rate of a plain network a stage wants.
+        """Return how many times the learning rate of a plain network a stage needs.
 
         Measured on validation data: 3 for a fifth of the weights from scratch (digits); of the rate of fine-tuning,
         which is a tenth of that, 3 for a fifth and 30 for a fiftieth (TREC).
