@@ -54,7 +54,7 @@ def test_the_page_of_the_commands_has_every_option() -> None:
     assert {"train", "evaluate", "predict", "compare", "reproduce", "report", "recipes"} <= set(names)
     for name, section in zip(names, page.split("\n## ")[1:], strict=True):
         options = set(re.findall(r"│ (--[\w.-]+)", commands.help_of(name)))
-        assert options, name
+        assert options or name == "recipes", name
         rows = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
         assert options <= {row.split()[0].rstrip(",") for row in rows}, name
 

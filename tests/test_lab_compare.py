@@ -16,7 +16,7 @@ from plures.lab.cli.main import main, parse
 from plures.lab.cli.train import Train
 from plures.lab.compare import Comparison, Job, Variant, variants
 from plures.lab.compare import table as write
-from plures.lab.compare.compare import compare, make_runs
+from plures.lab.compare.compare import compare, make_runs, planned
 from plures.lab.compare.rows import rows_of
 from plures.lab.compare.table import columns, markdown
 from plures.lab.costs import relative
@@ -67,11 +67,6 @@ def test_compare_writes_what_the_runs_measured_and_makes_none_again(
     assert [row["seeds"] for row in results["rows"]] == [[0, 1]] * len(METHODS)
     assert "plures compare digits" in (runs / "digits/results.md").read_text()
 
-    assert main([*words, "--json", "--out", str(tmp_path / "tables")]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == results["rows"]
-    assert {path.name for path in (tmp_path / "tables").iterdir()} == {
-        f"compare-digits.{suffix}" for suffix in ("md", "json")
-    }
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("ensemble.safetensors")} == before
 
 
@@ -125,9 +120,9 @@ def test_a_failed_run_stops_no_other_and_tells_why(
 ) -> None:
     monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     words = ["compare", "digits", "--methods", "deterministic", "masksembles:scale=0.5", "--runs", str(tmp_path)]
-    assert main([*words, *SHORT_WORDS, "--json"]) == 2
-    out, err = capsys.readouterr()
-    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    assert main([*words, *SHORT_WORDS]) == 2
+    err = capsys.readouterr().err
+    rows = {row["name"]: row for row in json.loads((tmp_path / "digits/results.json").read_text())["rows"]}
     assert rows["deterministic"]["metrics"]["accuracy"]["mean"] > 0
     (failure,) = rows["masksembles scale=0.5"]["failures"]
     assert "scale" in failure
@@ -348,11 +343,9 @@ def test_runs_of_the_last_version_have_names_and_commands() -> None:
         rows_of([written])
 
 
-def test_what_tables_share_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["reproduce", "all", "--scale", "digits", "--runs", str(tmp_path / "runs"), "--dry-run", "--json"]
-    assert main(words) == 0
-    plan = json.loads(capsys.readouterr().out)["plan"]
+def test_what_tables_share_is_counted_once(tmp_path: Path) -> None:
     every = [one for target in TARGETS.values() for one in target.comparisons("digits")]
+    plan = planned(every, tmp_path)
     assert sum(line["runs"] for line in plan) == len({job.run for one in every for job in one.jobs(Path())})
     assert {line["recipe"] for line in plan} == {"digits", "digits-wrn", "digits-resnet"}
 
@@ -374,10 +367,8 @@ def test_all_tables_and_figures_are_written_and_costs_told_before(
     assert told.index("a plain step took") < told.index("1 to train")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"table1-digits-smoke.md", "figure1-digits-smoke.json", "figure1-smoke.pdf", "figure1-smoke.svg"} <= written
-    assert main([*words, "--json"]) == 0
-    out, told = capsys.readouterr()
-    assert [one["target"] for one in json.loads(out)["targets"]] == ["table1", "figure1"]
-    assert "plain step" not in told, "nothing is left to train"
+    assert main(words) == 0
+    assert "plain step" not in capsys.readouterr().err, "nothing is left to train"
 
 
 def test_members_on_the_command_line_are_for_all_methods() -> None:
@@ -387,8 +378,7 @@ def test_members_on_the_command_line_are_for_all_methods() -> None:
 
 def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["reproduce", "table3", "--scale", "digits", "--runs", str(tmp_path / "runs"), "--dry-run"]
-    assert main([*words, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)["plan"]
+    plan = planned(TARGETS["table3"].comparisons("digits"), tmp_path / "runs")
     assert {line["runs"] for line in plan} == {2}
     assert sum(line["epochs"] for line in plan) > 0
     assert [line["stages"] for line in plan][:3] == [2 * 1, 2 * 5, 2 * 14]  # each of five members has its own

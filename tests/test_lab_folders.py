@@ -12,28 +12,14 @@ from torch import nn
 import plures
 from plures import PluresError
 from plures.lab.cli.main import main
-from plures.lab.compare.rows import Finished, rows_of
+from plures.lab.compare.rows import rows_of
 from plures.lab.compare.table import columns
 from plures.lab.costs import kept_costs
-from plures.lab.evaluation.trust import CONSTANTS, as_metrics, kept_trust
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
 
 RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
 ODD: list[Any] = [None, [], {}, -1, 1e308, 10**400, "x", "\x1b[31m", True, [[]], {"x": 1}]
-TRUST = {
-    "home": {"images": 9, "members": 2, "accuracy": 0.9, "nll": 0.3, "ece": 0.1},
-    "risk_coverage": {"coverage": [0.5, 1.0], "risk": [0.0, 0.1]},
-    "shift": {
-        "constants": CONSTANTS,
-        **{"images": 9, "accuracy": 0.5, "nll": 1.0, "ece": 0.2},
-        "by_severity": [{"accuracy": 0.5, "nll": 1.0, "ece": 0.2}] * 5,
-    },
-    "ood": {
-        "data": "digits",
-        "scores": [{"score": "entropy", "auroc": 0.5, "fpr95": 0.9}],
-    },
-}
 
 
 @pytest.fixture
@@ -88,20 +74,6 @@ def test_no_value_of_a_run_leads_to_a_traceback(folder: Path, name: str) -> None
             assert str(error).isprintable()
             refused += 1
     assert refused > len(changed) / 2
-
-
-def test_no_value_of_trust_leads_to_a_traceback(folder: Path) -> None:
-    path = folder / "trust.json"
-    path.write_text(json.dumps(TRUST))
-    assert Finished.read(folder).metrics["shift_accuracy"] == 0.5
-    refused = 0
-    for document in bent(TRUST):
-        path.write_text(json.dumps(document))
-        try:
-            as_metrics(kept_trust(folder))
-        except PluresError:
-            refused += 1
-    assert refused > 200
 
 
 @pytest.mark.parametrize("contents", ["[" * 100_000, "{}", "null", '{"size": "x", "prediction": 1, "epochs": 1}'])

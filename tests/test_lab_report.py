@@ -422,13 +422,6 @@ def test_an_ensemble_at_chance_is_named(details: list[Detail], runs: Path) -> No
     assert "good is at chance" not in text
 
 
-def test_out_of_distribution_data_are_named(details: list[Detail], runs: Path) -> None:
-    rows = rows_of([runs])
-    first, second = (replace(details[0], name=name, trust={"ood": {"data": name * 2}}) for name in ("a", "b"))
-    assert summary(rows, [first, replace(first, name="c")])[-1] == "The out-of-distribution data are aa."
-    assert summary(rows, [first, second])[-1] == "The out-of-distribution data are aa for a, bb for b."
-
-
 def test_rows_stand_in_the_order_of_the_paper_and_keep_their_colours(html: str) -> None:
     assert [cells[0][1] for cells in Page(html).rows[1:4]] == [
         "deterministic",

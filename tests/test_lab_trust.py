@@ -9,14 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from plures import PluresError, metrics
+from plures import metrics
 from plures.calibration import ClassCalibration
 from plures.lab.cli.main import main
-from plures.lab.compare.rows import rows_of
-from plures.lab.compare.table import columns
 from plures.lab.evaluation.evaluate import evenly, predictions, told_apart
-from plures.lab.evaluation.trust import at_home, kept_trust, measured_trust
 from plures.lab.runs.open import open_run
+from trust_measured import at_home, kept_trust, measured_trust
 from trust_promises import promises
 
 ROOT = Path(__file__).parent.parent
@@ -69,33 +67,20 @@ def test_trust_is_measured_once_and_kept(runs: Path, monkeypatch: pytest.MonkeyP
     folder = runs / "orthogonal-dropout"
     monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 20)
     told: list[str] = []
-    found = measured_trust(folder, None, shift=True, ood="digits", tell=told.append)
+    found = measured_trust(folder, None, "digits", told.append)
     assert found["shift"]["images"] == 20
     assert [words for words in told if words.startswith("under shift, 11 of 11: jpeg on 20 images")]
     assert len(found["shift"]["rows"]) == 55
     assert [one["severity"] for one in found["shift"]["by_severity"]] == [1, 2, 3, 4, 5]
     assert found["ood"]["scores"][0]["auroc"] == pytest.approx(0.5)  # the same images cannot be told apart
     assert kept_trust(folder) == json.loads(json.dumps(found))
-    monkeypatch.setattr("plures.lab.evaluation.trust.open_run", lambda *a: pytest.fail("measured again"))
-    assert measured_trust(folder, None, shift=True, ood="digits") == kept_trust(folder)
-    titles = [column.title for column in columns(rows_of([runs]))]
-    assert "accuracy % under shift" in titles
-    assert "AUROC % out of distribution" in titles
-    (folder / "trust.json").write_text("[]")
-    with pytest.raises(PluresError, match="trust.json is damaged .*: remove it, and it is measured again"):
-        kept_trust(folder)
-    (folder / "trust.json").write_text(json.dumps(found))
-
-
-def test_figures_of_other_corruptions_are_measured_again(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of two strengths of fog would stand in one table."""
-    monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 20)
-    folder = runs / "orthogonal-dropout"
-    measured_trust(folder, None, shift=True, ood=None)
-    monkeypatch.setattr("plures.lab.evaluation.trust.CONSTANTS", "of another fog")
+    with monkeypatch.context() as patch:
+        patch.setattr("trust_measured.open_run", lambda *a: pytest.fail("measured again"))
+        assert measured_trust(folder, None, "digits", told.append) == kept_trust(folder)
+    # Figures of two strengths of fog would stand in one table.
+    monkeypatch.setattr("trust_measured.CONSTANTS", "of another fog")
     monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 10)
-    assert measured_trust(folder, None, shift=True, ood=None)["shift"]["images"] == 10
-    assert measured_trust(folder, None, shift=False, ood=None)["shift"]["constants"] == "of another fog"
+    assert measured_trust(folder, None, "digits", told.append)["shift"]["images"] == 10
 
 
 def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,23 +102,6 @@ def test_the_page_of_trust_is_made_of_runs(runs: Path, tmp_path: Path, monkeypat
     assert pictures == [f"trust-{name}.svg" for name in ("risk-coverage", "shift")]
     for name in pictures:
         assert f"results/{name}" in page
-
-
-def test_the_report_shows_what_was_measured(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plures.lab.evaluation.evaluate.SHIFT_IMAGES", 20)
-    for method in ("deterministic", "orthogonal-dropout"):
-        measured_trust(runs / method, None, shift=True, ood="digits")
-    assert main(["report", str(runs), "--out", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "NaN" not in page
-    for words in (
-        "Under shift",
-        "AUROC % out of distribution",
-        "The out-of-distribution data are digits.",
-        "Abstaining",
-        "accuracy falls: deter",
-    ):
-        assert words in page
 
 
 def test_what_is_measured_at_home_is_what_the_metrics_say() -> None:

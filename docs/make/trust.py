@@ -16,11 +16,11 @@ from typing import Any
 import trust_sentences as say
 from plures.lab.compare.rows import Finished, Row, rows_of
 from plures.lab.costs import machine
-from plures.lab.evaluation.trust import measured_trust
 from plures.lab.method_names import place_of
 from plures.lab.runs.config import train_command
 from plures.lab.runs.folder import RunFolder
 from trust_figures import Found, draw
+from trust_measured import measured_trust
 from trust_promises import add_promises
 from trust_sentences import listed, scores
 
@@ -53,7 +53,7 @@ def _measured(row: Row, data_dir: Path | None, ood: str) -> One:
         print(f"{row.name}: {words}", file=sys.stderr, flush=True)
 
     folder = row.runs[0].path
-    found = measured_trust(folder, data_dir, shift=True, ood=ood, tell=tell)
+    found = measured_trust(folder, data_dir, ood, tell)
     add_promises(folder, data_dir, found)
     return found
 

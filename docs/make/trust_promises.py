@@ -9,8 +9,8 @@ from plures import PluresError, metrics
 from plures.calibration import ClassCalibration
 from plures.guarantees import held_out_for_coverage
 from plures.lab.evaluation.evaluate import predictions
-from plures.lab.evaluation.trust import Trust, keep
 from plures.lab.runs.open import open_run
+from trust_measured import Trust, keep
 
 COVERAGE = 0.9  # of sets
 RISKS = (0.02, 0.05, 0.1, 0.2)  # of answers; those that the validation images can promise are measured

@@ -237,7 +237,7 @@ def _soup(name: str, chance: Random, shop: Path) -> Input:
         [f"{chance.choice(known)}x"],
         [chance.choice(known), "y", "--nothing", "1"],
         ["-z"],
-        ["--json=perhaps"],
+        ["--help=perhaps"],
     ]
     return Input([name, *_needed(name), *chance.choice(wrong)])
 

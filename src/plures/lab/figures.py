@@ -1,21 +1,16 @@
 """The paper's figures: the accuracy of each member, and scores against the number of members."""
 
 import io
-import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import style
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from plures import files
@@ -51,6 +46,7 @@ SCORES = (
     ("NLL\nlower is better", "nll", 1),
     ("ECE\nlower is better", "ece", 1),
 )
+HOLLOW: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "markeredgewidth": 1.3, "markersize": 6.5}
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,9 @@ class Series:
 def draw(
     target: str, tables: Sequence[tuple[Comparison, Sequence[Row]]], stem: Path, data_dir: Path | None
 ) -> list[Path]:
-    """Draw figure 1, 2 or 3, with a panel for each table, as PDF and SVG; return their paths.
-
-    Bars and lines are means over the seeds, with one standard deviation around them.
-    """
+    """Draw figure 1, 2 or 3, with a panel for each table, as PDF and SVG; return their paths."""
     if target == "figure1":
-        figure = member_bars({comparison.name: rows for comparison, rows in tables})
+        figure = each_member({comparison.name: rows for comparison, rows in tables})
     else:
         figure = against_members({comparison.name: _lines(comparison, rows, data_dir) for comparison, rows in tables})
     paths = []
@@ -83,109 +76,63 @@ def draw(
     return paths
 
 
-def member_bars(panels: Mapping[str, Sequence[Row]]) -> Figure:
-    """Draw the accuracy of each member; the ensemble is a line above, the paper's mean member a hollow marker."""
-    every = [row for rows in panels.values() for row in rows]
-    looks = looks_of(row.name for row in every)
+def each_member(panels: Mapping[str, Sequence[Row]]) -> Figure:
+    """Draw the accuracy of each member and of the ensemble, for every seed; the paper's mean member is hollow."""
+    looks = looks_of(row.name for rows in panels.values() for row in rows)
     figure = Figure(figsize=(WIDTH, 3.0 * len(panels) + 0.5), layout="constrained")
-    grid = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (title, rows) in zip(grid, panels.items(), strict=True):
-        axes.set_title(title, fontweight="bold")
-        _bar_panel(axes, rows, looks)
-    handles = [
-        Patch(facecolor="#BBBBBB", label="one member"),
-        Line2D([], [], color=INK, linewidth=1.8, label="ensemble"),
-        *_notes((row.runs for row in every), "D", "paper: mean member" if any(row.paper for row in every) else ""),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    for axes, (title, rows) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+        axes.set(title=title, ylabel="accuracy in %")
+        for x, row in enumerate(rows):
+            for run in row.runs:
+                members = 100 * np.array(run.metrics["member_accuracies"])
+                places = x + np.linspace(-0.3, 0.3, len(members) + 2)[1:-1]
+                colour = looks[row.name].colour
+                axes.plot(places, members, "o", color=colour, markersize=4, alpha=0.8, label="one member")
+                axes.plot(x, 100 * run.metrics["accuracy"], "_", color=INK, markersize=22, label="ensemble")
+            if row.paper and row.paper.member_accuracy:
+                mean = 100 * row.paper.member_accuracy
+                axes.plot(x, mean, "D", markeredgecolor=INK, label="paper: mean member", **HOLLOW)
+        names = [row.name + ("" if row.runs else " (no\N{NO-BREAK SPACE}result)") for row in rows]
+        letters = max(10, 76 // len(rows))
+        axes.set_xticks(range(len(rows)), [textwrap.fill(name, letters, break_long_words=False) for name in names])
+    _explain(figure, columns=3)
     return figure
 
 
 def against_members(panels: Mapping[str, Sequence[Series]]) -> Figure:
-    """Draw scores against the number of members; the paper's values are hollow markers."""
-    every = [series for panel in panels.values() for series in panel]
-    looks = looks_of(series.name for series in every)
-    handles: list[Artist] = [Line2D([], [], **_solid(look), label=name) for name, look in looks.items()]
-    paper = "paper (hollow)" if any(series.paper for series in every) else ""
-    handles += _notes((runs for series in every for runs in series.points.values()), "o", paper)
-    figure = Figure(figsize=(WIDTH, 2.4 * len(panels) + 0.2 * len(handles)), layout="constrained")
-    grid = figure.subplots(len(panels), len(SCORES), squeeze=False)
-    for row, (title, own) in zip(grid, panels.items(), strict=True):
+    """Draw scores against the number of members: means with one standard deviation; the paper's values are hollow."""
+    looks = looks_of(series.name for panel in panels.values() for series in panel)
+    figure = Figure(figsize=(WIDTH, 2.4 * len(panels) + 0.2 * len(looks) + 0.4), layout="constrained")
+    for row, (title, own) in zip(figure.subplots(len(panels), len(SCORES), squeeze=False), panels.items(), strict=True):
         row[0].set_ylabel(title, fontweight="bold")
-        for axes, (_, key, scale) in zip(row, SCORES, strict=True):
-            _line_panel(axes, own, key, scale, looks)
-    for axes, below, (heading, _, _) in zip(grid[0], grid[-1], SCORES, strict=True):
-        axes.set_title(heading)
-        below.set_xlabel("members")
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        for axes, (heading, key, scale) in zip(row, SCORES, strict=True):
+            axes.set(title=heading, xlabel="members")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            for series in own:
+                _line(axes, series, key, scale, looks[series.name])
+    several = any(len(runs) > 1 for own in panels.values() for one in own for runs in one.points.values())
+    _explain(figure, columns=3, title="± one standard deviation of the seeds" if several else None)
     return figure
 
 
-def _bar_panel(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look]) -> None:
-    most = max((len(run.metrics["member_accuracies"]) for row in rows for run in row.runs), default=1)
-    width = min(0.8 / most, 0.3)
-    seen = []  # all values, which the axis has room for
-    for x, row in enumerate(rows):
-        if row.paper and row.paper.member_accuracy:
-            axes.plot(x, 100 * row.paper.member_accuracy, **_hollow(Look(INK, "D")))
-            seen.append(100 * row.paper.member_accuracy)
-        if not row.runs:
-            continue
-        together = 100 * np.array(row.values("accuracy"))
-        members = 100 * np.array([run.metrics["member_accuracies"] for run in row.runs])
-        places = x + (np.arange(members.shape[1]) - (members.shape[1] - 1) / 2) * width
-        look: dict[str, Any] = {"color": looks[row.name].colour, "edgecolor": "white", "linewidth": 0.6}
-        axes.bar(places, members.mean(0), width, yerr=_deviation(members), ecolor=INK, capsize=1.5, **look)
-        axes.errorbar(x, together.mean(), _deviation(together), 0.45, color=INK, linewidth=1.8)
-        seen += [*together, *members.flat]
-    if seen:
-        # Bars begin low enough that the shortest one is seen, and at zero if that is not far.
-        start = math.floor(min(seen) - 0.6 * max(max(seen) - min(seen), 0.02 * max(seen)))
-        start = start if start > 0.3 * max(seen) else 0
-        axes.set_ylim(bottom=start)
-        axes.set_ylabel("accuracy in %" + (f"\n(axis starts at {start})" if start else ""))
-    names = [row.name + ("" if row.runs else " (no\N{NO-BREAK SPACE}result)") for row in rows]
-    letters = max(10, 76 // len(rows))
-    axes.set_xticks(range(len(rows)), [textwrap.fill(name, letters, break_long_words=False) for name in names])
-    axes.tick_params(axis="x", length=0)
+def _line(axes: Axes, series: Series, key: str, scale: float, look: Look) -> None:
+    known = {n: scale * np.array([run[key] for run in runs]) for n, runs in sorted(series.points.items()) if runs}
+    means = [values.mean() for values in known.values()]
+    errors = [values.std(ddof=1) if len(values) > 1 else 0.0 for values in known.values()]
+    solid: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 5, "linewidth": 1.4}
+    axes.errorbar(list(known), means, errors if any(errors) else None, capsize=2, label=series.name, **solid)
+    for count, published in series.paper.items():
+        value, label = scale * getattr(published, key), "paper (hollow)"
+        axes.plot(count, value, look.marker, markeredgecolor=look.colour, zorder=6, label=label, **HOLLOW)
 
 
-def _line_panel(axes: Axes, every: Sequence[Series], key: str, scale: float, looks: Mapping[str, Look]) -> None:
-    for series in every:
-        look = looks[series.name]
-        published: dict[int, RunMetrics] = {count: [vars(row)] for count, row in series.paper.items()}
-        for points, line in ((series.points, _solid(look)), (published, _hollow(look))):
-            known = {n: scale * np.array([run[key] for run in runs]) for n, runs in sorted(points.items()) if runs}
-            if known:
-                several = any(len(values) > 1 for values in known.values())
-                errors = [_deviation(values) or 0.0 for values in known.values()] if several else None
-                means = [values.mean() for values in known.values()]
-                axes.errorbar(list(known), means, errors, capsize=2, elinewidth=0.9, **line)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _deviation(values: npt.NDArray[np.float64]) -> Any:
-    """Return the standard deviation over the seeds; None for a single one."""
-    return values.std(0, ddof=1) if len(values) > 1 else None
-
-
-def _notes(every: Iterable[Sequence[object]], marker: str, paper: str) -> list[Artist]:
-    """Return the lines of a legend about deviations, if there are several seeds, and the paper, if it is shown."""
-    bar = {"color": INK, "linestyle": "none", "marker": "|", "markersize": 9}
-    label = "± one standard deviation of the seeds" if any(len(runs) > 1 for runs in every) else ""
-    styles = {label: bar, paper: _hollow(Look(INK, marker))}
-    return [Line2D([], [], **style, label=words) for words, style in styles.items() if words]
-
-
-def _solid(look: Look) -> dict[str, Any]:
-    """Return the style of our values."""
-    return {"color": look.colour, "marker": look.marker, "markersize": 5, "markeredgewidth": 0, "linewidth": 1.4}
-
-
-def _hollow(look: Look) -> dict[str, Any]:
-    """Return the style of the paper's values."""
-    edge = {"markeredgecolor": look.colour, "markeredgewidth": 1.3, "markerfacecolor": "white"}
-    return {"linestyle": "none", "marker": look.marker, "markersize": 6.5, "zorder": 6, **edge}
+def _explain(figure: Figure, columns: int, title: str | None = None) -> None:
+    """Add a legend that explains each label of the plots once."""
+    found = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    first = {label: handle for handle, label in reversed(found)}
+    labels = list(dict.fromkeys(label for _, label in found))
+    handles = [first[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
 
 
 def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:

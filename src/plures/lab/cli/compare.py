@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, Suppress, arg
 
 from plures.checks import unknown
 from plures.errors import PluresError, visible
 from plures.files import check_place
-from plures.lab.cli.shared import Command, DataDir, Given, Settings, Switch, print_json
+from plures.lab.cli.shared import Command, DataDir, Given, Settings, Switch
 
 if TYPE_CHECKING:  # --help answers without torch
     from plures.lab.compare import Comparison
@@ -26,18 +26,15 @@ Jobs = Annotated[
 AFTER_INTERRUPT = "the same command resumes, and repeats no finished run"
 
 
-def tell(title: str, stem: Path, rows: "Sequence[Row]", notes: Mapping[str, str], *, json: bool) -> dict[str, Any]:
-    """Write a table to files, print which runs failed and, without `json`, the table; return its JSON document."""
+def tell(title: str, stem: Path, rows: "Sequence[Row]", notes: Mapping[str, str]) -> None:
+    """Write a table to files, print it, and print which runs failed."""
     from plures.lab.compare import table
 
-    about = {**table.about(rows), **notes}
-    paths = table.write(stem, rows, about)
+    paths = table.write(stem, rows, {**table.about(rows), **notes})
     for row in rows:
         for failure in row.failures:
             print(visible(f"plures: {row.name} failed with {failure}"), file=sys.stderr)
-    if not json:
-        table.show(title, rows, f"written: {', '.join(map(str, paths))}")
-    return table.as_json(rows, about)
+    table.show(title, rows, f"written: {', '.join(map(str, paths))}")
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,16 @@ class Compare(Command):
       plures compare cifar10-cpu --methods deterministic deep-ensemble
       plures compare cifar10-cpu --methods orthogonal-dropout
         orthogonal-dropout:granularity=weight mymethods:TwoHeads
-      plures compare cifar10-cpu --shift --ood svhn
       plures compare digits --epochs.train 10 --runs runs/short
 
     What happens:
       Missing runs are trained, finished runs are skipped, and interrupted
       runs are resumed, in RUNS/RECIPE/METHOD/seed-N. Each is a process of
       `plures train` with one core or GPU, and prints to output.txt there. The
-      table is written to RUNS/RECIPE as results.md and results.json, or to
-      OUT as compare-RECIPE. Settings of the recipe can be
-      overridden as in `plures train`; methods that train for more epochs
-      still do. The table has only the methods of this command; `plures report
-      RUNS/RECIPE` shows all finished runs.
+      table is written to RUNS/RECIPE as results.md and results.json. Settings
+      of the recipe can be overridden as in `plures train`; methods that train
+      for more epochs still do. The table has only the methods of this command;
+      `plures report RUNS/RECIPE` shows all finished runs.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
@@ -70,16 +65,8 @@ class Compare(Command):
     seeds: Annotated[int, arg(metavar="N")] = 1
     """How many runs to train per method, with the seeds 0, 1, ..."""
     runs: Runs = Path("runs")
-    out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """The folder for the table, written as compare-RECIPE; by default RUNS/RECIPE, as results."""
     jobs: Jobs = None
     data_dir: DataDir = None
-    shift: Switch = False
-    """Also measure on corrupted images: adds columns, and charts in the report."""
-    ood: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="")] = None
-    """Also measure on out-of-distribution data: a name, a folder or a hub id."""
-    json: Switch = False
-    """Print the results as JSON."""
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
     given: Given = ()
     method: Annotated[str, Suppress] = "deterministic"  # each method changes the recipe itself; this one does not
@@ -98,20 +85,10 @@ class Compare(Command):
 
         from plures.lab.compare.compare import compare  # only now: reporting a misspelt method needs no torch
 
-        stem = self.runs / self.recipe / "results" if self.out is None else self.out / f"compare-{self.recipe}"
+        stem = self.runs / self.recipe / "results"
         check_place(Path(f"{stem}.md"))  # before hours of training, not after
-        (rows,) = compare(
-            [comparison],
-            self.runs,
-            at_once=self.jobs,
-            data_dir=self.data_dir,
-            shift=self.shift,
-            ood=self.ood,
-        )
-        title = f"{self.recipe}: {self.settings.data}, {self.settings.model}"
-        document = tell(title, stem, rows, {}, json=self.json)
-        if self.json:
-            print_json(document)
+        (rows,) = compare([comparison], self.runs, at_once=self.jobs, data_dir=self.data_dir)
+        tell(f"{self.recipe}: {self.settings.data}, {self.settings.model}", stem, rows, {})
         return 2 if any(row.failures for row in rows) else 0
 
 
@@ -162,8 +139,6 @@ class Reproduce(Command):
     """The folder for tables."""
     jobs: Jobs = None
     data_dir: DataDir = None
-    json: Switch = False
-    """Print the results as JSON."""
 
     after_interrupt: ClassVar[str] = AFTER_INTERRUPT
 
@@ -183,16 +158,13 @@ class Reproduce(Command):
         from plures.lab.recipes import RECIPES
 
         lines = planned(comparisons, self.runs)
-        if self.json:
-            print_json({"target": self.target, "scale": self.scale, "plan": lines})
-        else:
-            about = dict.fromkeys(f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons)
-            keys = ("runs", "done", "stages", "epochs")
-            rows = [[line["recipe"], line["variant"], *(f"{line[key]:,}" for key in keys)] for line in lines]
-            rows.append(["total", "", *(f"{sum(line[key] for line in lines):,}" for key in keys)])
-            headings = ["recipe", "method", "runs", "done", "stages to train", "epochs to train"]
-            title = f"{self.target} at the scale {self.scale}"
-            terminal.show(terminal.table(title, headings, rows, words=["recipe", "method"]), *about)
+        about = dict.fromkeys(f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons)
+        keys = ("runs", "done", "stages", "epochs")
+        rows = [[line["recipe"], line["variant"], *(f"{line[key]:,}" for key in keys)] for line in lines]
+        rows.append(["total", "", *(f"{sum(line[key] for line in lines):,}" for key in keys)])
+        headings = ["recipe", "method", "runs", "done", "stages to train", "epochs to train"]
+        title = f"{self.target} at the scale {self.scale}"
+        terminal.show(terminal.table(title, headings, rows, words=["recipe", "method"]), *about)
         return 0
 
     def _make(self, asked: "Mapping[str, Sequence[Comparison]]") -> int:
@@ -205,19 +177,14 @@ class Reproduce(Command):
         for line in costs_before(every, self.runs, self.data_dir):
             print(line, file=sys.stderr)
         found = compare(every, self.runs, at_once=self.jobs, data_dir=self.data_dir)
-        documents: dict[str, dict[str, Any]] = {target: {} for target in asked}
         targets = [target for target, comparisons in asked.items() for _ in comparisons]
         for target, comparison, rows in zip(targets, every, found, strict=True):
             title, notes = f"{target}, {comparison.name}", {"paper": PAPER, **TARGETS[target].notes}
-            stem = self.out / f"{target}-{comparison.name}"
-            documents[target][comparison.name] = tell(title, stem, rows, notes, json=self.json)
+            tell(title, self.out / f"{target}-{comparison.name}", rows, notes)
         for figure in (target for target in asked if target.startswith("figure")):
             from plures.lab.figures import draw
 
             tables = [(one, rows) for target, one, rows in zip(targets, every, found, strict=True) if target == figure]
             paths = draw(figure, tables, self.out / f"{figure}-{self.scale}", self.data_dir)
             print("drawn:", *paths, file=sys.stderr)
-        if self.json:
-            made = [{"target": target, "scale": self.scale, "tables": tables} for target, tables in documents.items()]
-            print_json({"targets": made} if self.target == "all" else made[0])
         return 2 if any(row.failures for rows in found for row in rows) else 0

@@ -151,7 +151,6 @@ class Export(Command):
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """The file to write: .onnx, or .pt2 for torch.export.load."""
     trust_code: TrustCode = False
-    json: Json = False
 
     def __call__(self) -> int:
         """Export, and print the size of the file and its calibration."""
@@ -160,13 +159,8 @@ class Export(Command):
 
         check_place(self.file)
         run = open_run(self.run, trust_code=self.trust_code)
-        size = run.export(self.file).stat().st_size
-        learned = run.ensemble.calibration.summary() if run.ensemble.calibration else "not calibrated"
-        if self.json:
-            print_json({"file": str(self.file), "bytes": size, "calibration": learned})
-            return 0
-        print(f"{visible(str(self.file))}: {size:,} bytes")
-        print(learned)
+        print(f"{visible(str(self.file))}: {run.export(self.file).stat().st_size:,} bytes")
+        print(run.ensemble.calibration.summary() if run.ensemble.calibration else "not calibrated")
         return 0
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from tyro.conf import Positional, UseAppendAction, arg
 
 from plures.errors import PluresError
-from plures.lab.cli.shared import Command, DataDir, Given, Json, Settings, Switch, print_json
+from plures.lab.cli.shared import Command, DataDir, Given, Settings
 from plures.lab.method_names import METHOD_NAMES, short_name
 from plures.lab.recipes import RECIPES
 
@@ -58,8 +58,6 @@ class Train(Command):
     run: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """The run folder; by default, runs/RECIPE-METHOD-seedN."""
     data_dir: DataDir = None
-    json: Switch = False
-    """Print the metrics as JSON."""
     settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
     given: Given = ()
 
@@ -77,11 +75,8 @@ class Train(Command):
         recipe = self.settings.recipe()
         run = self.run or Path("runs") / f"{self.recipe}-{short_name(self.method)}-seed{recipe.seed}"
         found = train(recipe, self.method, run, settings=self.set, recipe_name=self.recipe, data_dir=self.data_dir)
-        if found and self.json:
-            print_json({"run": str(run), "test": found})
-        elif found:
-            terminal.show(terminal.scores_table(f"{self.method} on {recipe.data}", found))
-            terminal.show(f"in {run}, trained in {duration(found['seconds'])}, {found['bytes']:,} bytes")
+        terminal.show(terminal.scores_table(f"{self.method} on {recipe.data}", found))
+        terminal.show(f"in {run}, trained in {duration(found['seconds'])}, {found['bytes']:,} bytes")
         return 0
 
 
@@ -91,17 +86,12 @@ class Recipes(Command):
 
     Examples:
       plures recipes
-      plures recipes --json    with all settings
+      plures train cifar10-cpu --help    all settings of one
     """
-
-    json: Json = False
 
     def __call__(self) -> int:
         """List the recipes."""
         from plures.lab import terminal
 
-        if self.json:
-            print_json({name: one.as_json() for name, one in RECIPES.items()})
-        else:
-            terminal.show(terminal.recipes_table(RECIPES))
+        terminal.show(terminal.recipes_table(RECIPES))
         return 0

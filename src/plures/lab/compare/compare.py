@@ -22,7 +22,7 @@ from rich.text import Text
 
 from plures.errors import PluresError, visible
 from plures.lab.compare import Comparison, Job, unique
-from plures.lab.compare.rows import Finished, Row, make_rows, with_trust
+from plures.lab.compare.rows import Finished, Row, make_rows
 from plures.lab.costs import machine, plain_step
 from plures.lab.data import steps
 from plures.lab.method_names import method_class
@@ -79,21 +79,14 @@ def compare(
     *,
     at_once: int | None = None,
     data_dir: Path | None = None,
-    shift: bool = False,
-    ood: str | None = None,
 ) -> list[list[Row]]:
     """Train the missing runs of comparisons and return the rows of each.
 
     Finished runs are not trained again, and interrupted ones are resumed. Missing data is reported before anything is
-    trained. A run that fails does not stop the others: its row has the reason. With `shift` and `ood`, runs are also
-    measured on corrupted and on other images; the results are kept in the run folders.
+    trained. A run that fails does not stop the others: its row has the reason.
     """
     failures = make_runs(unique(job for one in comparisons for job in one.jobs(runs)), at_once, data_dir)
-    tables = [_rows(one, runs, failures) for one in comparisons]
-    if shift or ood:
-        print("measuring under shift and among other data", file=sys.stderr)
-        tables = [with_trust(rows, data_dir, shift=shift, ood=ood) for rows in tables]
-    return tables
+    return [_rows(one, runs, failures) for one in comparisons]
 
 
 def make_runs(jobs: Sequence[Job], at_once: int | None = None, data_dir: Path | None = None) -> dict[Path, str]:

@@ -5,7 +5,6 @@ Names and commands follow from a run's config.json alone: no network is built.
 
 import json
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plures.errors import PluresError, visible
+from plures.errors import PluresError
 from plures.lab.compare import Published
 from plures.lab.costs import Costs, kept_costs
-from plures.lab.evaluation.trust import as_metrics, kept_trust, measured_trust
 from plures.lab.method_names import short_name
 from plures.lab.runs.config import Made, flat_values, made_of, train_command
 from plures.lab.runs.folder import RunFolder
@@ -44,7 +42,7 @@ class Finished:
         if not (path / "metrics.json").is_file():
             command = train_command(config, path)
             raise PluresError(f"the run in {path} is trained but not measured; to finish it: {command}")
-        return cls(path, config, folder.metrics() | as_metrics(kept_trust(path)))
+        return cls(path, config, folder.metrics())
 
     @property
     def seed(self) -> int:
@@ -134,22 +132,6 @@ def make_rows(rows: Sequence[Row]) -> list[Row]:
                     f"the {' and '.join(differing)} of their data"
                 )
     return [replace(row, costs=kept_costs(row.runs[0].path)) if row.runs else row for row in rows]
-
-
-def with_trust(rows: Sequence[Row], data_dir: Path | None, *, shift: bool, ood: str | None) -> list[Row]:
-    """Measure the runs of a comparison under shift and on other data, if that was not done yet.
-
-    Code that they name was given by the user who asked for the comparison: it is trusted.
-    """
-
-    def measured(run: Finished) -> Finished:
-        def tell(words: str) -> None:
-            print(visible(f"{run.name}, seed {run.seed}: {words}"), file=sys.stderr)
-
-        found = measured_trust(run.path, data_dir, shift=shift, ood=ood, tell=tell, trust_code=True)
-        return replace(run, metrics={**run.metrics, **as_metrics(found)})
-
-    return [replace(row, runs=tuple(map(measured, row.runs))) for row in rows]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

@@ -22,7 +22,7 @@ from plures.progress import duration
 # What the JSON file holds of each run. The table shows `columns`.
 FILED = (
     *("accuracy", "nll", "ece", "brier", "calibrated_nll", "temperature", "aurc", "mean_member_accuracy", "agreement"),
-    *("seconds", "calibrated_ece", "shift_accuracy", "shift_nll", "shift_ece", "ood_auroc", "ood_fpr95"),
+    *("seconds", "calibrated_ece"),
 )
 
 
@@ -36,7 +36,6 @@ class Column:
     digits: int = 3
     scale: float = 1
     unit: str = ""
-    trust: bool = False  # of calibration, shift or other data: the report has a table for these
 
     def value(self, row: Row) -> float | None:
         """Return the cost, or the mean of the metric over the seeds; None if it was not measured."""
@@ -93,12 +92,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("size", "size", digits=2, unit=" x"),
         Column("prediction", "prediction", digits=1, unit=" x"),
         Column("training epochs", "epochs", digits=0),
-        Column("calibrated NLL", "calibrated_nll", "low", trust=True),
-        Column("calibrated ECE", "calibrated_ece", "low", 4, trust=True),
-        Column("accuracy % under shift", "shift_accuracy", "high", 1, 100, trust=True),
-        Column("NLL under shift", "shift_nll", "low", trust=True),
-        Column("ECE under shift", "shift_ece", "low", 4, trust=True),
-        Column("AUROC % out of distribution", "ood_auroc", "high", 1, 100, trust=True),
+        Column("calibrated NLL", "calibrated_nll", "low"),
+        Column("calibrated ECE", "calibrated_ece", "low", 4),
         Column("Brier", "brier", "low"),
         Column("member accuracy %", "mean_member_accuracy", digits=1, scale=100),
         Column("agreement", "agreement"),

@@ -114,11 +114,7 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
     ]
     engines = [f"{one.name} with the {one.engine} engine" for one in details if one.engine]
     answered = [f"The test images were predicted again for this page: {', '.join(engines)}."] if engines else []
-    others = {one.name: one.trust["ood"]["data"] for one in details if "ood" in one.trust}
-    mixed = len(set(others.values())) > 1  # then each row must say which data its figure is about
-    named = dict.fromkeys(f"{data} for {name}" if mixed else data for name, data in others.items())
-    strange = [f"The out-of-distribution data are {', '.join(named)}."] if named else []
-    return [about, *stuck, *answered, *strange]
+    return [about, *stuck, *answered]
 
 
 def _environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:

@@ -20,7 +20,6 @@ from plures import metrics
 from plures.lab.compare.rows import Row
 from plures.lab.data import DataSplit
 from plures.lab.evaluation.evaluate import engine_of, fastest, predictions
-from plures.lab.evaluation.trust import kept_trust
 from plures.lab.method_names import Look
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
@@ -51,7 +50,6 @@ class Detail:
     look: Look
     members: int
     metrics: Mapping[str, Any]  # as in metrics.json
-    trust: Mapping[str, Any]  # as in trust.json
     engine: str | None  # that predicted the test images; None for the ensemble itself
     alone: CalibrationTable  # of the members' predictions, each alone
     alone_ece: float  # of one member, on average
@@ -89,7 +87,6 @@ def gather(row: Row, data_dir: Path | None, look: Look, *, trust_code: bool = Fa
         look=look,
         members=len(members),
         metrics=row.runs[0].metrics,
-        trust=kept_trust(run.path),
         engine=engine_of(predictor),
         alone=metrics.calibration_table(*pooled),
         alone_ece=statistics.fmean(metrics.ece(one, targets) for one in members),

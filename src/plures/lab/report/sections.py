@@ -29,8 +29,6 @@ def panels(details: Sequence[Detail]) -> dict[str, list[Panel]]:
     return {
         "reliability": [_reliability(one) for one in details],
         "members": _members([one for one in details if one.members > 1]),
-        "shift": _shift([one for one in details if "shift" in one.trust]),
-        "risk": _risk([one for one in details if "risk_coverage" in one.trust]),
         "training": [training(one) for one in details],
     }
 
@@ -92,33 +90,6 @@ def _members(ensembles: Sequence[Detail]) -> list[Panel]:
     ]
     says = f"Accuracy and NLL go, from the first member to all: {'; '.join(rises)}."
     return _together(says, {"accuracy, %": lines(0, 100), "NLL": lines(1, 1)}, "members")
-
-
-def _shift(measured: Sequence[Detail]) -> list[Panel]:
-    """Draw accuracy and ECE against the severity of corruptions."""
-
-    def lines(key: str, scale: int) -> list[Line]:
-        found = [[one.trust["home"], *one.trust["shift"]["by_severity"]] for one in measured]
-        return [
-            (one, range(len(at)), [scale * each[key] for each in at]) for one, at in zip(measured, found, strict=True)
-        ]
-
-    accuracies = lines("accuracy", 100)
-    falls = [f"{one.name} from {percent(at[0] / 100)} to {percent(at[-1] / 100)}" for one, _, at in accuracies]
-    images = measured[0].trust["shift"]["images"] if measured else 0
-    says = f"On {images:,} test images, accuracy falls: {'; '.join(falls)}."
-    return _together(says, {"accuracy, %": accuracies, "ECE": lines("ece", 1)}, "severity")
-
-
-def _risk(measured: Sequence[Detail]) -> list[Panel]:
-    """Draw the error rate against the share of images with a prediction."""
-    curves = [(one, one.trust["risk_coverage"]["coverage"], one.trust["risk_coverage"]["risk"]) for one in measured]
-    halves = [
-        f"{one.name} {percent(next(r for c, r in zip(cs, rs, strict=True) if c >= 0.5))}" for one, cs, rs in curves
-    ]
-    says = f"The error rate of the most confident half is: {'; '.join(halves)}."
-    lines: list[Line] = [(one, [100 * c for c in cs], [100 * r for r in rs]) for one, cs, rs in curves]
-    return _together(says, {"errors, %": lines}, "images with a prediction, %")
 
 
 def _together(says: str, plots: dict[str, list[Line]], xlabel: str) -> list[Panel]:
