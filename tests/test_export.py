@@ -23,7 +23,7 @@ import networks
 import plures
 from networks import images
 from plures.exporting.inference import CLASS_OUTPUTS, Inference, pack_bytes, unpack_bytes
-from plures.lab.models import BasicBlock, ResNet
+from plures.lab.models import ResNet
 from test_contract import METHODS, RANDOM_PREDICTION, identify, train, trained
 
 # One of each method; MC dropout cannot be exported.
@@ -177,7 +177,7 @@ def test_classes_of_tokens_are_answered_as_by_predict(name):
 def short_resnet():
     """A ResNet with both kinds of block that a ResNet18 has, and one of each: deep networks take long to export."""
     torch.manual_seed(0)
-    return ResNet(BasicBlock, [1, 1], networks.CLASSES, 3, width=4, stem="cifar")
+    return ResNet([1, 1], networks.CLASSES, 3, width=4, stem="cifar")
 
 
 @pytest.mark.slow

@@ -49,69 +49,48 @@ def kaiming_init(network: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; `between` is a place for a dropout layer."""
+class ResidualBlock(nn.Module):
+    """Convolutions beside a shortcut; `between` is a place for a dropout layer.
 
-    expansion = 1
-    traceable = True  # for the training engine: forward does nothing but call layers and add
+    Two convolutions of 3x3 or, with an `expansion` of the width at the end, a bottleneck of 1x1, 3x3 and 1x1.
+    """
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, expansion: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        deep, outputs = expansion > 1, width * expansion
+        first, second = ((1, 1, 0), (3, stride, 1)) if deep else ((3, stride, 1), (3, 1, 1))
+        self.conv1 = nn.Conv2d(inputs, width, *first, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.between = nn.Identity()
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, *second, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = _shortcut(inputs, width, stride)
+        if deep:
+            self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+            self.bn3 = nn.BatchNorm2d(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride)
         self.relu = nn.ReLU()
+        self.deep = deep
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the convolutions and the shortcut."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(self.between(out)))
-        return self.relu(out + self.downsample(x))  # type: ignore[no-any-return]
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the result is four times as wide as the middle."""
-
-    expansion = 4
-    traceable = True  # for the training engine: forward does nothing but call layers and add
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = width * self.expansion
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.between = nn.Identity()
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(outputs)
-        self.downsample = _shortcut(inputs, outputs, stride)
-        self.relu = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the convolutions and the shortcut."""
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(self.between(out))))
-        out = self.bn3(self.conv3(out))
+        if self.deep:
+            out = self.bn3(self.conv3(self.relu(out)))
         return self.relu(out + self.downsample(x))  # type: ignore[no-any-return]
 
 
 class ResNet(nn.Module):
     """A stem, stages of residual blocks that halve the image and double the width, mean pooling and a classifier."""
 
-    traceable = True  # for the training engine: forward does nothing but call layers and add
-
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
         blocks: Sequence[int],
         classes: int,
         channels: int = 3,
         width: int = 64,
         stem: Stem = "cifar",
+        expansion: int = 1,
     ) -> None:
         super().__init__()
         check_sizes(classes=classes, channels=channels, width=width)
@@ -119,10 +98,11 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
         self.stages = [f"layer{number}" for number in range(1, len(blocks) + 1)]
-        for name, stage in zip(self.stages, _stages(block, blocks, width, width), strict=True):
+        block = partial(ResidualBlock, expansion=expansion)
+        for name, stage in zip(self.stages, _stages(block, blocks, width, width, expansion), strict=True):
             self.add_module(name, stage)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear((width << len(blocks) - 1) * block.expansion, classes)
+        self.fc = nn.Linear((width << len(blocks) - 1) * expansion, classes)
         kaiming_init(self)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -141,9 +121,6 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 class PreActivationBlock(nn.Module):
     """Two 3x3 convolutions, each after batch norm and ReLU, beside a shortcut."""
-
-    expansion = 1
-    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -165,16 +142,11 @@ class PreActivationBlock(nn.Module):
         return out + self.shortcut(activated if self.changes_shape else x)  # type: ignore[no-any-return]
 
 
-Block = BasicBlock | Bottleneck | PreActivationBlock
-
-
 class WideResNet(nn.Module):
     """A stem, three stages of pre-activation blocks, mean pooling and a classifier; the depth is 6 n + 4.
 
     The stages have 1, 2 and 4 times width x widen channels.
     """
-
-    traceable = True  # for the training engine: forward does nothing but call layers and add
 
     def __init__(
         self, classes: int, channels: int = 3, depth: int = 28, widen: int = 10, width: int = 16, stem: Stem = "cifar"
@@ -198,22 +170,24 @@ class WideResNet(nn.Module):
         return self.fc(self.avgpool(self.relu(self.bn(out))).flatten(1))  # type: ignore[no-any-return]
 
 
-def _stages(block: type[Block], blocks: Sequence[int], inputs: int, width: int) -> Iterator[nn.Sequential]:
+def _stages(
+    block: Callable[..., nn.Module], blocks: Sequence[int], inputs: int, width: int, expansion: int = 1
+) -> Iterator[nn.Sequential]:
     """Yield the stages; all but the first begin with a block that halves the image."""
     for index, count in enumerate(blocks):
         layers = []
         for position in range(count):
             layers.append(block(inputs, width << index, stride=2 if index > 0 and position == 0 else 1))
-            inputs = (width << index) * block.expansion
+            inputs = (width << index) * expansion
         yield nn.Sequential(*layers)
 
 
 # Shortcuts that change the width are 1x1 convolutions with batch norm (option B of the ResNet paper), so resnet20 has
 # 2,752 parameters more than there, which pads (option A).
-resnet8 = partial(ResNet, BasicBlock, (1, 1, 1), width=16)
-resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
-resnet20 = partial(ResNet, BasicBlock, (3, 3, 3), width=16)
-resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3), stem="imagenet")
+resnet8 = partial(ResNet, (1, 1, 1), width=16)
+resnet18 = partial(ResNet, (2, 2, 2, 2))
+resnet20 = partial(ResNet, (3, 3, 3), width=16)
+resnet50 = partial(ResNet, (3, 4, 6, 3), stem="imagenet", expansion=4)
 
 
 def mlp(classes: int, channels: int = 1, size: int = 8, width: int = 128, depth: int = 2) -> nn.Sequential:
