@@ -29,7 +29,7 @@ from plures.lab.serving import Limits
 from plures.lab.serving.app import Batcher, serve
 from plures.lab.serving.requests import Refused
 from plures.storage import save
-from served import bad_requests, form, png, post, post_json, request, serving
+from served import bad_requests, form, png, post, request, serving
 
 RUN = Path(__file__).parent / "data/v0.1/runs/orthogonal-dropout"
 
@@ -57,18 +57,17 @@ def test_answers_are_those_of_plures_predict(port, tmp_path, capsys):
         file.write_bytes(image(number))
     assert main(["predict", str(RUN), *map(str, files), "--json", "--abstain-below", "0.5"]) == 0
     expected = json.loads(capsys.readouterr().out)
-    for send in (post, post_json):
-        status, found = send(port, *map(image, range(3)), abstain_below=0.5 if send is post_json else "0.5")
-        assert status == 200
-        assert found["failed"] == []
-        for ours, theirs in zip(found["predictions"], expected["predictions"], strict=True):
-            assert ours.keys() == theirs.keys()
-            assert ours["label"] == theirs["label"]
-            assert ours["votes"] == theirs["votes"]
-            assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-5)
-            assert max(ours["probabilities"].values()) == pytest.approx(ours["confidence"])
-            for name in ("confidence", "epistemic", "total"):
-                assert ours[name] == pytest.approx(theirs[name], abs=1e-5)
+    status, found = post(port, *map(image, range(3)), abstain_below="0.5")
+    assert status == 200
+    assert found["failed"] == []
+    for ours, theirs in zip(found["predictions"], expected["predictions"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours["label"] == theirs["label"]
+        assert ours["votes"] == theirs["votes"]
+        assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-5)
+        assert max(ours["probabilities"].values()) == pytest.approx(ours["confidence"])
+        for name in ("confidence", "epistemic", "total"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +94,11 @@ def test_sets_of_classes_and_bounded_risk_are_those_of_plures_predict(calibrated
     assert main(["predict", str(run), *map(str, files), "--json", *words]) == 0
     expected = json.loads(capsys.readouterr().out)["predictions"]
     sent = {name: str(value) for name, value in options.items()}
-    for status, found in (
-        post(port, *map(image, range(12)), **sent),
-        post_json(port, *map(image, range(12)), **options),
-    ):
-        assert status == 200
-        for ours, theirs in zip(found["predictions"], expected, strict=True):
-            assert ours["classes"] == theirs["classes"]
-            assert ours["label"] == theirs["label"]
+    status, found = post(port, *map(image, range(12)), **sent)
+    assert status == 200
+    for ours, theirs in zip(found["predictions"], expected, strict=True):
+        assert ours["classes"] == theirs["classes"]
+        assert ours["label"] == theirs["label"]
     if "coverage" in options:
         assert any(one["classes"] for one in expected)
     else:
@@ -153,8 +149,8 @@ def test_health_metrics_and_the_pages(port):
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', page)
     paths = request(port, "GET", "/openapi.json")[1]["paths"]
     assert paths.keys() == {"/predict", "/health", "/metrics"}
-    body = paths["/predict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"].keys() == {"images", "abstain_below", "coverage", "risk"}
+    body = paths["/predict"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert body["properties"].keys() == {"files", "abstain_below", "coverage", "risk"}
 
 
 # --- bad requests

@@ -113,7 +113,6 @@ BAD = {
     "--out": NO_FOLDER,
     "--port": ["-1", "65536", "1.5", *WORDS],
     "--max-bytes": NO_COUNT,
-    "--max-pixels": NO_COUNT,
     "--max-images": NO_COUNT,
     "--queue": NO_COUNT,
     "--batch": NO_COUNT,
@@ -387,7 +386,7 @@ def _options(name: str) -> list[str]:
         "evaluate": ["--ood", "--ood", "--data-dir"],
         "predict": ["--abstain-below", "--coverage", "--risk"],
         "report": ["--out", "--out", "--out", "--data-dir"],
-        "serve": ["--host", "--port", "--max-bytes", "--max-pixels", "--max-images", "--queue", "--batch", "--wait"],
+        "serve": ["--host", "--port", "--max-bytes", "--max-images", "--queue", "--batch", "--wait"],
         "bench": ["--out"],
         "recipes": ["--measure"],
     }.get(name, ["--out"])

@@ -15,7 +15,6 @@ class Limits:
     """Limit the memory, the time and the number of waiting images that requests may cost."""
 
     max_bytes: AtLeastOne = 16 * 2**20  # Refuse longer requests (413).
-    max_pixels: AtLeastOne = 40_000_000  # Refuse images with more pixels, before they are decoded (413).
     max_images: AtLeastOne = 64  # Refuse requests with more images (413).
     queue: AtLeastOne = 512  # Refuse requests while this many images are waiting (503).
     batch: AtLeastOne = 64  # Predict at most this many images at once.

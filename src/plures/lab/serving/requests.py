@@ -1,7 +1,6 @@
 """Read the images and options of a request, within limits, and refuse bad requests."""
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from plures.errors import PluresError, visible
-from plures.lab.data.images import TooLarge, centre, decode, open_image, to_pixels, to_square
+from plures.lab.data.images import centre, decode, open_image, to_pixels, to_square
 from plures.lab.data.split import DataInfo
 from plures.lab.evaluation.predict import Wanted
 from plures.lab.serving import Limits
@@ -28,28 +27,16 @@ class Refused(PluresError):  # noqa: N818 (it is an answer)
         self.status = status
 
 
-class Body(Wanted, frozen=True, kw_only=True):
-    """Images as base64 or data URLs, and options, in JSON."""
-
-    images: list[str]
-
-
-HOW = 'send multipart/form-data with files, or application/json {"images": [base64, ...]}'
-SCHEMAS = msgspec.json.schema_components([Wanted, Body])[1]
+HOW = "send multipart/form-data with image files"
 FILES = {"files": {"type": "array", "items": {"type": "string", "format": "binary"}}}
-FORM = {"type": "object", "properties": FILES | SCHEMAS["Wanted"]["properties"]}
+OPTIONS = msgspec.json.schema_components([Wanted])[1]["Wanted"]["properties"]
+FORM = {"type": "object", "properties": FILES | OPTIONS}
 DESCRIPTION = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {"schema": FORM},
-            "application/json": {"schema": SCHEMAS["Body"]},
-        },
-    },
+    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": FORM}}},
     "responses": {
         "408": {"description": "the request took too long to arrive"},
         "413": {"description": "too many bytes, pixels or images"},
-        "415": {"description": "neither a form nor JSON"},
+        "415": {"description": "not a form"},
         "422": {"description": "an image or option cannot be used; images that can be read are still predicted"},
         "503": {"description": "too many images are waiting"},
     },
@@ -67,12 +54,9 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
     """Return the images and options of a request."""
     body = await _body(request, limits)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        uploads, fields = await _from_form(request, body, limits)
-    elif kind == "application/json":
-        uploads, fields = _from_json(body)
-    else:
+    if kind != "multipart/form-data":
         raise Refused(415, f"the content type is {visible(kind[:100])!r}: {HOW}")
+    uploads, fields = await _from_form(request, body, limits)
     if not uploads:
         raise Refused(422, f"there is no image in this request: {HOW}")
     if len(uploads) > limits.max_images:
@@ -85,14 +69,10 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
         raise Refused(422, f"the options are wrong: {visible(str(error)[:200])}; {HOW}") from error
 
 
-def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.uint8] | PluresError:
+def prepare(upload: Upload, info: DataInfo) -> npt.NDArray[np.uint8] | PluresError:
     """Decode an image and prepare it like the images of a data set, or return the reason why not."""
     try:
-        opened = open_image(upload.encoded, upload.name)
-        if opened.width * opened.height > limits.max_pixels:
-            most = f"images may have at most {limits.max_pixels:,} pixels"
-            return TooLarge(f"{upload.name} is too large: {most}; make it smaller")
-        decoded = decode(opened, info.channels, upload.name)
+        decoded = decode(open_image(upload.encoded, upload.name), info.channels, upload.name)
     except PluresError as error:
         return error
     return to_pixels(centre(to_square(decoded, info.cache_size), info.size)).copy()
@@ -100,9 +80,7 @@ def prepare(upload: Upload, info: DataInfo, limits: Limits) -> npt.NDArray[np.ui
 
 async def _body(request: Request, limits: Limits) -> bytes:
     too_long = Refused(413, f"this request has more than {limits.max_bytes:,} bytes: send fewer or smaller images")
-    if (
-        int(request.headers.get("content-length", "0")) > limits.max_bytes
-    ):  # the protocol has checked that it is a number
+    if int(request.headers.get("content-length", "0")) > limits.max_bytes:  # uvicorn has checked that it is a number
         raise too_long
     parts, length = [], 0
     try:
@@ -142,19 +120,4 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
                 fields[name] = value
     finally:
         await form.close()
-    return uploads, fields
-
-
-def _from_json(body: bytes) -> tuple[list[Upload], dict[str, Any]]:
-    try:
-        fields = msgspec.structs.asdict(msgspec.json.decode(body, type=Body, strict=False))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Refused(422, f"the JSON is wrong: {visible(str(error)[:200])}; {HOW}") from error
-    uploads = []
-    for place, image in enumerate(fields.pop("images")):
-        try:
-            encoded = base64.b64decode(image.partition(",")[2] if image.startswith("data:") else image, validate=True)
-        except ValueError as error:
-            raise Refused(422, f"image {place} is not base64: {HOW}") from error
-        uploads.append(Upload(f"image {place}", encoded))
     return uploads, fields
