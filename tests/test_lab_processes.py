@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from plures.lab.cli.main import main
 from plures.lab.compare import Job, Variant
@@ -200,27 +199,3 @@ def test_broken_runs_are_named_interrupted_ones_resumed_and_finished_ones_kept()
     code, _, err = here("compare", "digits", "--methods", "mine:Flock", *SHORT_WORDS)
     assert code == 2
     assert "Flock" in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_live_list_shows_the_last_line_of_each_run_however_narrow_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-
-    class Talking:
-        def __init__(self, words: Sequence[str], output: Path, place: int) -> None:
-            output.write_text("before\n" + "member 0 train  epoch 3/30  loss 0.123 " * 4 + "\n" if place else "")
-
-        def poll(self) -> int | None:
-            return 1 if "0of2runsaredone" in "".join(console.file.getvalue().split()) else None  # type: ignore[attr-defined]
-
-    monkeypatch.setattr("plures.lab.compare.compare.Console", lambda **_: console)
-    monkeypatch.setattr("plures.lab.compare.compare.Child", Talking)
-    long = Job(SHORT, Variant("mimo", label="a name of many words " * 4), tmp_path / "long", "digits")
-    make_runs([job(tmp_path, "new"), long], 2)
-    shown = "".join(console.file.getvalue().partition("failed")[0].split())  # type: ignore[attr-defined]
-    assert "…" not in shown
-    assert shown.count("member0trainepoch3/30loss0.123") >= 4
-    assert "".join(long.name.split()) in shown
-    assert "starting" in shown

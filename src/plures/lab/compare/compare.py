@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
 
 from plures.errors import PluresError, visible
 from plures.lab.compare import Comparison, Job, unique
@@ -34,7 +31,6 @@ from plures.progress import duration
 
 TICK = 0.2  # seconds between looks at the processes
 GRACE = 10  # seconds that a process has to end before it is killed
-SHOWN = 12  # runs that the list of those in progress has room for
 OUTPUT = "output.txt"  # what the process of a run printed, in its run folder
 # One thread per run, so that the result does not depend on how many are trained at a time; output as plain lines.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FORCE_COLOR": ""}
@@ -184,13 +180,6 @@ def _train(jobs: Sequence[Job], at_once: int, data_dir: Path | None) -> dict[Pat
     running: dict[int, tuple[Job, Child]] = {}
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals]
-    console = Console(stderr=True, highlight=False)
-
-    def shown() -> Group:
-        lines = [f"{len(jobs) - len(waiting) - len(running)} of {len(jobs)} runs are done"]
-        for job, _ in list(running.values())[:SHOWN]:
-            lines += [job.name, f"  {_last_line(job) or 'starting'}"]
-        return Group(*(Text(visible(line), overflow="fold") for line in lines))
 
     def ended(job: Job, reason: str | None) -> None:
         if reason is None:
@@ -201,30 +190,35 @@ def _train(jobs: Sequence[Job], at_once: int, data_dir: Path | None) -> dict[Pat
             failures[job.run] = reason
             result = f"failed: {reason}"
         done = len(jobs) - len(waiting) - len(running)
-        console.print(Text(visible(f"[{done}/{len(jobs)}] {job.name}: {result}")), soft_wrap=True)
+        tell(f"[{done}/{len(jobs)}] {job.name}: {result}")
 
     try:
-        with Live(console=console, get_renderable=shown, refresh_per_second=1, transient=True):
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    job = waiting.pop()
-                    place = min(set(range(at_once)) - running.keys())
-                    try:
-                        running[place] = job, Child(_prepared(job, data_dir), job.run / OUTPUT, place)
-                    except OSError as error:
-                        ended(job, f"cannot work in {job.run}: {error.strerror}")
-                for place, (job, process) in list(running.items()):
-                    code = process.poll()
-                    if code is not None:
-                        del running[place]
-                        ended(job, None if is_done(job) else _reason(job, code))
-                time.sleep(TICK if running else 0)
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                job = waiting.pop()
+                place = min(set(range(at_once)) - running.keys())
+                try:
+                    running[place] = job, Child(_prepared(job, data_dir), job.run / OUTPUT, place)
+                    tell(f"{job.name}: training; its progress is in {job.run / OUTPUT}")
+                except OSError as error:
+                    ended(job, f"cannot work in {job.run}: {error.strerror}")
+            for place, (job, process) in list(running.items()):
+                code = process.poll()
+                if code is not None:
+                    del running[place]
+                    ended(job, None if is_done(job) else _reason(job, code))
+            time.sleep(TICK if running else 0)
     finally:
         for _, process in running.values():
             process.end()
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
     return failures
+
+
+def tell(line: str) -> None:
+    """Print a line about the progress."""
+    print(visible(line), file=sys.stderr, flush=True)
 
 
 def _prepared(job: Job, data_dir: Path | None) -> list[str]:
