@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,10 @@ class Brightness(Ensemble):
         return {}
 
 
+def measured(ensemble: Ensemble, own: Data) -> dict[str, Any]:
+    return evaluate(ensemble, own, fastest(ensemble))
+
+
 def split(name: str, images: np.ndarray, info: DataInfo = INFO) -> DataSplit:
     labels = (images.mean(axis=(1, 2, 3)) > 127.5).astype(np.int64)
     return DataSplit(name, info, images, np.arange(len(images)), labels)
@@ -69,7 +74,7 @@ def data(count: int = 600, validation: int = 100, low: int = 0, high: int = 256)
 
 
 def test_the_last_incomplete_batch_counts() -> None:
-    found = evaluate(Brightness([0.0, 0.0]), data(count=257))
+    found = measured(Brightness([0.0, 0.0]), data(count=257))
     assert found["images"] == 257
     assert found["accuracy"] == 1.0
 
@@ -77,7 +82,7 @@ def test_the_last_incomplete_batch_counts() -> None:
 def test_metrics_are_those_of_plures_metrics() -> None:
     own, ensemble = data(), Brightness([-0.5, 0.0, 1.0])
     members, targets = predictions(ensemble, own.test)
-    found = evaluate(ensemble, own)
+    found = measured(ensemble, own)
     mean = members.mean(0)
     assert found["nll"] == metrics.nll(mean, targets)
     assert found["brier"] == metrics.brier(mean, targets)
@@ -89,7 +94,7 @@ def test_metrics_are_those_of_plures_metrics() -> None:
 
 
 def test_an_evaluation_names_the_engine_that_predicted() -> None:
-    assert evaluate(Brightness([0.0]), data())["engine"] is None
+    assert measured(Brightness([0.0]), data())["engine"] is None
     ensemble = plures.OrthogonalDropout(networks.mlp(), 2)
     for _ in ensemble.stages():
         pass
@@ -102,7 +107,7 @@ def test_an_evaluation_names_the_engine_that_predicted() -> None:
 def test_temperature_comes_from_the_validation_images() -> None:
     own, ensemble = data(), Brightness([0.0, 0.1])
     held_out, labels = predictions(ensemble, own.validation)
-    found = evaluate(ensemble, own)
+    found = measured(ensemble, own)
     right = bool((held_out.mean(0).argmax(1) == labels).all())  # then labels are smoothed
     smoothing = 1 / (len(labels) + 2) if right else 0.0
     assert found["temperature"] == metrics.temperature(held_out.mean(0), labels, smoothing)
@@ -110,20 +115,20 @@ def test_temperature_comes_from_the_validation_images() -> None:
 
 
 def test_without_validation_images_there_is_no_temperature() -> None:
-    found = evaluate(Brightness([0.0]), data(validation=0))
+    found = measured(Brightness([0.0]), data(validation=0))
     assert found["temperature"] is None
     assert found["calibrated_nll"] is None
 
 
 def test_one_member_has_no_agreement_and_all_is_json() -> None:
-    found = evaluate(Brightness([0.0]), data())
+    found = measured(Brightness([0.0]), data())
     assert found["agreement"] is None
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_data_without_test_images_are_refused() -> None:
     with pytest.raises(PluresError, match="stripes has no test images"):
-        evaluate(Brightness([0.0]), data(count=0))
+        measured(Brightness([0.0]), data(count=0))
 
 
 def test_images_that_are_larger_in_the_cache_are_cut_to_their_middle() -> None:
@@ -137,11 +142,11 @@ def test_images_that_are_larger_in_the_cache_are_cut_to_their_middle() -> None:
 
 def test_shift_measures_what_each_corruption_does_and_the_same_each_time() -> None:
     own, ensemble = data(count=20), Brightness([0.0, 0.2])
-    rows = evaluate_shift(ensemble, own)["rows"]
-    assert rows == evaluate_shift(ensemble, own)["rows"]
+    rows = evaluate_shift(ensemble, own, fastest(ensemble), print)
+    assert rows == evaluate_shift(ensemble, own, fastest(ensemble), print)
     assert [(row["corruption"], row["severity"]) for row in rows] == [(one.name, one.severity) for one in CORRUPTIONS]
     # These images are even, so that neither blur nor contrast can change them, but noise does.
-    unspoiled = evaluate(ensemble, own)["nll"]
+    unspoiled = measured(ensemble, own)["nll"]
     noise = [row["nll"] for row in rows if row["corruption"] == "gaussian noise"]
     assert unspoiled not in noise
     assert len(set(noise)) == len(noise)

@@ -159,12 +159,12 @@ def test_a_folder_of_ones_own_has_a_recipe_of_its_own() -> None:
     found = parse(["train", "--data", "./birds"])
     assert (found.recipe, found.settings.data, found.settings.together) == ("images", "./birds", True)
     assert parse(["train", "--data=./birds", "--members", "3"]).settings.least_steps == 400
-    assert parse(["train", "cifar10-cpu", "--data", "./birds"]).settings.recipe().data == "./birds"
+    assert parse(["train", "cifar10-cpu", "--data", "./birds"]).settings.data == "./birds"
     assert parse(["train", "--method", "mimo"]).recipe == "digits"
-    words = train_words(found.settings.recipe().as_json(), found.method, (), Path("runs/birds"), found.recipe)
+    words = train_words(found.settings.as_json(), found.method, (), Path("runs/birds"), found.recipe)
     assert words == ["train", "images", "--method", "orthogonal-dropout", "--data", "./birds", "--run", "runs/birds"]
     asked = ["train", "--data", "./birds", "--epochs.train", "5"]
     assert parse(asked).settings.least_steps is None, "as many epochs as asked for"
-    both = parse([*asked, "--least-steps", "30"]).settings.recipe()
+    both = parse([*asked, "--least-steps", "30"]).settings
     again = parse(train_words(both.as_json(), "mimo", (), Path("run"), "images"))
     assert (again.settings.epochs.train, again.settings.least_steps) == (5, 30)

@@ -297,8 +297,8 @@ def test_long_names_become_short_labels_with_a_legend(details: list[Detail], run
     names = shortened(["deep-ensemble", long, f"{long} x", "mc-dropout passes=12"])
     assert list(names.values()) == [
         "deep-ensemble",
-        "orthogonal-dropout A",
-        "orthogonal-dropout B",
+        "orthogonal-dropout #1",
+        "orthogonal-dropout #2",
         "mc-dropout passes=12",
     ]
     assert len({*shortened([f"{long} {number}" for number in range(60)]).values()}) == 60

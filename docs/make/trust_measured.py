@@ -5,8 +5,9 @@ The figures are kept in the run folder as trust.json, so that only what is missi
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,16 @@ from torch import Tensor
 
 from plures import PluresError, files, metrics
 from plures.lab.data import open_data
-from plures.lab.evaluation.corruptions import KINDS
-from plures.lab.evaluation.evaluate import OTHER_IMAGES, evaluate_shift, evenly, predictions, scores, told_apart
+from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
+from plures.lab.evaluation.evaluate import (
+    OTHER_IMAGES,
+    evaluate_shift,
+    evenly,
+    fastest,
+    predictions,
+    scores,
+    told_apart,
+)
 from plures.lab.runs.open import open_run
 
 POINTS = 100  # of a risk-coverage curve
@@ -50,8 +59,16 @@ def measured_trust(folder: Path, data_dir: Path | None, ood: str, tell: Callable
     apart = told_apart(members, predictions(run.ensemble, other)[0])
     keep(folder, found, {"ood": {"data": ood, "images": len(other), "scores": apart}})
     if "shift" not in found:
-        keep(folder, found, {"shift": evaluate_shift(run.ensemble, data, tell) | {"constants": CONSTANTS}})
+        rows = evaluate_shift(run.ensemble, data, fastest(run.ensemble), tell)
+        severities = [{"severity": one} | means([row for row in rows if row["severity"] == one]) for one in SEVERITIES]
+        summary = {"constants": CONSTANTS, "images": rows[0]["images"], "by_severity": severities}
+        keep(folder, found, {"shift": {**summary, "rows": rows, **means(rows)}})
     return found
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean accuracy, NLL and ECE of some rows."""
+    return {name: fmean(row[name] for row in rows) for name in ("accuracy", "nll", "ece")}
 
 
 def at_home(members: Tensor, targets: Tensor) -> Trust:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
+from tyro.conf import Suppress
 
 from plures.checks import unknown
 from plures.errors import PluresError
@@ -71,7 +72,7 @@ class Recipe:
     processes together, so a recipe means the same on one device and on many.
     """
 
-    about: str = ""  # one line for people; not part of the experiment
+    about: Annotated[str, Suppress] = ""  # one line for people; not part of the experiment
 
     data: str = "digits"  # a built-in name, a folder of images (train/CLASS/ and test/CLASS/), or a hub id
     size: Side | None = None  # pixels per side of the network's input; None: the size of the images
@@ -82,12 +83,12 @@ class Recipe:
     model: str = "resnet18"  # a built-in name, or module:function that takes classes and channels
     width: Side | None = None  # channels of the first layer; None: the model's default
     stem: Literal["cifar", "imagenet"] = "cifar"  # for small images, or for photographs (divides the sides by four)
-    weights: str | None = None  # initial weights, of a run of the method deterministic; None: random
+    weights: str | None = None  # a run of the method deterministic, whose weights all members start from; None: random
 
     members: AtLeastOne = 5  # members of the ensemble
     together: bool | None = None  # train all members in one stage, as plures.split does; None: as the method does
     epochs: Epochs = field(default_factory=Epochs)  # by phase; a method uses the phases that it has
-    least_steps: AtLeastOne | None = None  # of the longest stage: with few images there are more epochs
+    least_steps: AtLeastOne | None = None  # train for more epochs if the longest stage has fewer steps; None: never
     batch_size: Annotated[int, Meta(ge=1, le=1 << 24)] = 128  # images per step
     optimizer: Literal["sgd", "adamw"] = "sgd"  # the optimizer
     learning_rate: Positive = 0.1  # the highest rate of the schedule

@@ -12,7 +12,8 @@ from tyro.conf import Positional, Suppress, arg
 from plures.checks import unknown
 from plures.errors import PluresError, visible
 from plures.files import check_place
-from plures.lab.cli.shared import Command, DataDir, Given, Settings, Switch
+from plures.lab.cli.shared import Command, DataDir, Given, Switch
+from plures.lab.recipes import Recipe
 
 if TYPE_CHECKING:  # --help answers without torch
     from plures.lab.compare import Comparison
@@ -67,7 +68,7 @@ class Compare(Command):
     runs: Runs = Path("runs")
     jobs: Jobs = None
     data_dir: DataDir = None
-    settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
+    settings: Annotated[Recipe, arg(name="")] = field(default_factory=Recipe)
     given: Given = ()
     method: Annotated[str, Suppress] = "deterministic"  # each method changes the recipe itself; this one does not
 
@@ -81,7 +82,7 @@ class Compare(Command):
             raise PluresError(f"--seeds {self.seeds}: at least one is needed")
         seeds = tuple(range(self.settings.seed, self.settings.seed + self.seeds))
         members = self.settings.members if "members" in self.given else None
-        comparison = Comparison(self.recipe, self.settings.recipe(), variants(self.methods), seeds, members=members)
+        comparison = Comparison(self.recipe, self.settings, variants(self.methods), seeds, members=members)
 
         from plures.lab.compare.compare import compare  # only now: reporting a misspelt method needs no torch
 
@@ -114,9 +115,9 @@ class Reproduce(Command):
       all      all of them; runs that they share are trained once
 
     Costs:
-      It first prints how much is left to train, and the time by a measured
-      step. SIGTERM, which rented machines get, loses at most one epoch of
-      each run in progress; the same command continues.
+      It first prints how much is left to train, with a time estimated from a
+      measured step. SIGTERM, which rented machines get, loses at most one
+      epoch of each run in progress; the same command continues.
 
     Files:
       Runs are in RUNS/RECIPE/METHOD/seed-N. Tables and `plures compare`
@@ -136,7 +137,7 @@ class Reproduce(Command):
     """Only print the plan: runs, stages, epochs."""
     runs: Runs = Path("runs")
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("results")
-    """The folder for tables."""
+    """The folder for tables and figures."""
     jobs: Jobs = None
     data_dir: DataDir = None
 

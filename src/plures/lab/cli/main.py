@@ -4,14 +4,13 @@ What is heavy is imported by the command that needs it: `--help` answers without
 imports is answered as at any other time.
 """
 
-import contextlib
 import errno
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from plures.errors import PluresError, visible
 
@@ -56,21 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     after_interrupt = "nothing was done"
     _open_missing_streams()
     logging.getLogger("plures").addFilter(_harmless)
-    with contextlib.redirect_stderr(_Forgiving(sys.stderr)):
-        try:
-            command = parse(list(sys.argv[1:] if arguments is None else arguments))
-            after_interrupt = command.after_interrupt
-            code = command()
-            sys.stdout.flush()
-            return code
-        except PluresError as error:
-            print(f"plures: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(f"plures: interrupted; {after_interrupt}", file=sys.stderr)
-            return 130
-        except OSError as error:
-            return _told(error)
+    try:
+        command = parse(list(sys.argv[1:] if arguments is None else arguments))
+        after_interrupt = command.after_interrupt
+        code = command()
+        sys.stdout.flush()
+        return code
+    except PluresError as error:
+        print(f"plures: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"plures: interrupted; {after_interrupt}", file=sys.stderr)
+        return 130
+    except OSError as error:
+        return _told(error)
 
 
 def parse(arguments: Sequence[str]) -> "Command":
@@ -102,25 +100,6 @@ def commands() -> dict[str, type[Any]]:
         }
     except ModuleNotFoundError as error:  # the lab is optional, the library is not
         raise PluresError(f"the command line needs {error.name}: pip install 'plures[lab]'") from error
-
-
-class _Forgiving:
-    """A stream for messages: what cannot be written is dropped, and the work continues."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _harmless(record: logging.LogRecord) -> bool:

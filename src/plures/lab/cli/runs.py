@@ -3,6 +3,7 @@
 import shlex
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -54,8 +55,7 @@ class Evaluate(Command):
         tested = measure.predictions(run.ensemble, data.test, predictor=predictor)
         found: dict[str, Any] = {"run": str(self.run), "test": measure.evaluate(run.ensemble, data, predictor, tested)}
         if self.shift:
-            measured = measure.evaluate_shift(run.ensemble, data, lambda words: print(words, file=sys.stderr))
-            found["shift"] = measured["rows"]
+            found["shift"] = measure.evaluate_shift(run.ensemble, data, predictor, partial(print, file=sys.stderr))
         if unfamiliar:
             some = measure.evenly(unfamiliar.test, measure.OTHER_IMAGES)
             outside, _ = measure.predictions(run.ensemble, some, predictor=predictor)
@@ -82,11 +82,10 @@ class Predict(Command):
 
     How images are read:
       They are prepared like the training images: rotated upright, converted
-      to grey or colour, resized and cropped to the centre. If the training
-      images did not need a change, it is reported. If a file cannot be
-      read, the reason is printed, the others are predicted, and the exit code
-      is 2. Uncertainty is in nats; epistemic uncertainty is 0 if all members
-      agree.
+      to grey or colour, resized and cropped to the centre. A change that the
+      training images did not need is reported. If a file cannot be read, the
+      reason is printed, the others are predicted, and the exit code is 2.
+      Uncertainty is in nats; epistemic uncertainty is 0 if all members agree.
 
     Guarantees:
       --coverage and --risk hold for images from the same distribution as the
@@ -174,11 +173,11 @@ class Serve(Command):
       curl -F files=@wren.jpg http://127.0.0.1:8000/predict
 
     Requests and responses:
-      POST /predict takes images (a form with files, or JSON with base64) and
-      the options abstain_below, coverage and risk. It responds in the format
-      of `plures predict --json`. GET / is the page, /openapi.json describes
-      the API, /health and /metrics (Prometheus) are for monitoring. Images
-      of simultaneous requests are predicted together. Ctrl-C or SIGTERM stops
+      POST /predict takes a form with image files and the options
+      abstain_below, coverage and risk. It responds in the format of
+      `plures predict --json`. GET / is the page, /openapi.json describes the
+      API, /health and /metrics (Prometheus) are for monitoring. Images of
+      simultaneous requests are predicted together. Ctrl-C or SIGTERM stops
       the server after running requests have finished.
     """
 
@@ -217,8 +216,8 @@ class Report(Command):
     What the page shows:
       Tables, calibration, members, uncertain images, mistakes. Folders are run
       folders, or contain them at any depth. Runs that differ only in their
-      seed share one row; details show the first of them. The page needs no
-      network and no scripts. Metrics are read from the run folders, and the
+      seed share one row; details show the first of them. The page works
+      offline and without scripts. Metrics are read from the run folders, and the
       test images are predicted once per row.
     """
 

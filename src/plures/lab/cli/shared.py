@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from inspect import cleandoc
 from io import StringIO
 from itertools import pairwise
@@ -37,17 +37,6 @@ class Command:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Settings(Recipe):
-    """A recipe as the command line shows it: all fields but the description."""
-
-    about: Annotated[str, Suppress] = ""
-
-    def recipe(self) -> Recipe:
-        """Return the plain recipe."""
-        return Recipe(**{one.name: getattr(self, one.name) for one in fields(self)})
-
-
 Parsed = TypeVar("Parsed")
 
 
@@ -74,11 +63,10 @@ def parse_with_recipe(command: type[Any], arguments: Sequence[str]) -> Any:
     """Parse with the settings of the recipe as defaults; its name is known only after parsing."""
     usual = "images" if "data" in given(arguments) else "digits"
     recipe = arguments[0] if arguments and not arguments[0].startswith("-") else usual
-    method = dict(pairwise(arguments)).get("--method", command(settings=Settings()).method)
+    method = dict(pairwise(arguments)).get("--method", command(settings=Recipe()).method)
     while True:
         known = get_recipe(recipe).for_method(method)
-        shown = Settings(**{one.name: getattr(known, one.name) for one in fields(known)})
-        parsed = parse(command, arguments, command(settings=shown, method=method, recipe=usual))
+        parsed = parse(command, arguments, command(settings=known, method=method, recipe=usual))
         if (parsed.recipe, parsed.method) == (recipe, method):
             names = given(arguments)
             if "least_steps" not in names and any(name.startswith("epochs.") for name in names):  # as asked for

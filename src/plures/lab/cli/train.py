@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from tyro.conf import Positional, UseAppendAction, arg
 
 from plures.errors import PluresError
-from plures.lab.cli.shared import Command, DataDir, Given, Settings
+from plures.lab.cli.shared import Command, DataDir, Given
 from plures.lab.method_names import METHOD_NAMES, short_name
-from plures.lab.recipes import RECIPES
+from plures.lab.recipes import RECIPES, Recipe
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Train(Command):
     run: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """The run folder; by default, runs/RECIPE-METHOD-seedN."""
     data_dir: DataDir = None
-    settings: Annotated[Settings, arg(name="")] = field(default_factory=Settings)
+    settings: Annotated[Recipe, arg(name="")] = field(default_factory=Recipe)
     given: Given = ()
 
     after_interrupt: ClassVar[str] = "the same command resumes after the last finished epoch"
@@ -72,7 +72,7 @@ class Train(Command):
 
         if "members" in self.given and not takes(method_class(self.method), "members"):
             raise PluresError(f"{self.method} has no option members: leave out --members {self.settings.members}")
-        recipe = self.settings.recipe()
+        recipe = self.settings
         run = self.run or Path("runs") / f"{self.recipe}-{short_name(self.method)}-seed{recipe.seed}"
         found = train(recipe, self.method, run, settings=self.set, recipe_name=self.recipe, data_dir=self.data_dir)
         terminal.show(terminal.scores_table(f"{self.method} on {recipe.data}", found))

@@ -150,6 +150,11 @@ def to_pixels(image: Image.Image) -> npt.NDArray[np.uint8]:
     return np.asarray(image).reshape(image.height, image.width, -1)
 
 
+def fitted(image: Image.Image, info: DataInfo) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a decoded image as a network of some data takes them."""
+    return to_pixels(centre(to_square(image, info.cache_size), info.size)).copy()
+
+
 def read_image(path: str | Path, info: DataInfo) -> npt.NDArray[np.uint8]:
     """Read an image file and prepare it like the images of a data set: uint8 [size, size, channels].
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,26 @@ BYTES_AT_ONCE = 2**28  # at most, even if all rows repeat one large cell, which 
 MOST_CLASSES = 100_000  # bounds the memory that a wrong label costs; ImageNet-21k has 21,841
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            yield parquet
+    except MemoryError as error:
+        raise PluresError(f"{file} has cells or pages that are too large for the free memory") from error
+    except Exception as error:  # pyarrow raises nearly anything on damaged files
+        raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
+
+
 class ParquetTable:
     """A Parquet file, whose rows are read piece by piece."""
 
     def __init__(self, file: Path) -> None:
         self.file = ordinary(file)
-        try:
-            with pq.ParquetFile(file) as parquet:
-                self.schema, metadata = parquet.schema_arrow, parquet.metadata
-                groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-                columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
-        except Exception as error:  # pyarrow raises nearly anything on damaged files
-            raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
+        with _opened(file) as parquet:
+            self.schema, metadata = parquet.schema_arrow, parquet.metadata
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
         self.rows = metadata.num_rows
         # No cell is larger than its column in a group of rows.
         largest = max([1, *(int(column.total_uncompressed_size) for column in columns)])
@@ -75,16 +84,11 @@ class ParquetTable:
     def cells(self, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Yield the cells of some columns, row by row."""
         rows = 0
-        try:
-            with pq.ParquetFile(self.file) as parquet:
-                for batch in parquet.iter_batches(batch_size=self._rows_at_once, columns=list(columns)):
-                    rows += batch.num_rows
-                    for row in zip(*(batch.column(name) for name in columns), strict=True):
-                        yield tuple(cell.as_py() for cell in row)  # one by one: a cell may be large and repeated
-        except MemoryError as error:
-            raise PluresError(f"{self.file} has cells or pages that are too large for the free memory") from error
-        except Exception as error:  # as above
-            raise PluresError(f"{self.file} is damaged ({first_line(error)}): copy it again") from error
+        with _opened(self.file) as parquet:
+            for batch in parquet.iter_batches(batch_size=self._rows_at_once, columns=list(columns)):
+                rows += batch.num_rows
+                for row in zip(*(batch.column(name) for name in columns), strict=True):
+                    yield tuple(cell.as_py() for cell in row)  # one by one: a cell may be large and repeated
         if rows != self.rows:
             raise PluresError(f"{self.file} is damaged ({rows:,} rows instead of {self.rows:,}): copy it again")
 

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,19 +25,17 @@ OTHER_IMAGES = 10_000  # images of other data: more would not change the second 
 ENGINE_MEMORY = 1 << 30  # bytes of weights that an engine may unfold
 
 Spoil = Callable[[Tensor, int], Tensor]
-Tell = Callable[[str], None]
 
 
 def evaluate(
-    ensemble: Ensemble, data: Data, predictor: Predictor | None = None, tested: tuple[Tensor, Tensor] | None = None
+    ensemble: Ensemble, data: Data, predictor: Predictor, tested: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
     """Return the metrics of the test images; an ensemble that is not calibrated is calibrated on the validation images.
 
     The values are JSON: what cannot be computed (the agreement of one member, a temperature without validation
-    images) is None. `predictor` predicts for the ensemble; by default, the fastest engine. `tested` are the
-    `predictions` of the test images, if they were made before.
+    images) is None. `predictor` predicts for the ensemble: the `fastest`. `tested` are the `predictions` of the test
+    images, if they were made before.
     """
-    predictor = predictor or fastest(ensemble)
     if ensemble.calibration is None and len(set(data.validation.labels.tolist())) > 1:
         ensemble.calibration = ClassCalibration.fit(*predictions(ensemble, data.validation, predictor=predictor))
     members, targets = tested or predictions(ensemble, data.test, predictor=predictor)
@@ -73,14 +70,15 @@ def scores(members: Tensor, targets: Tensor) -> dict[str, Any]:
     }
 
 
-def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: None) -> dict[str, Any]:
-    """Measure on test images corrupted by noise, blur, weather and files: each alone, and the mean of all.
+def evaluate_shift(
+    ensemble: Ensemble, data: Data, predictor: Predictor, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Measure on at most SHIFT_IMAGES test images, evenly over the split, under each corruption at each severity.
 
-    At most SHIFT_IMAGES of them, evenly over the split; `tell` hears of each kind of corruption as it begins.
+    `tell` is called with a line as each kind of corruption begins.
     """
     test = evenly(data.test, SHIFT_IMAGES)
     rows: list[dict[str, Any]] = []
-    predictor = fastest(ensemble)
     for corruption in CORRUPTIONS:
         if corruption.severity == SEVERITIES[0]:
             place = list(KINDS).index(corruption.name) + 1
@@ -88,13 +86,7 @@ def evaluate_shift(ensemble: Ensemble, data: Data, tell: Tell = lambda words: No
         found = scores(*predictions(ensemble, test, spoil=corruption, predictor=predictor))
         figures = {name: found[name] for name in ("images", "accuracy", "nll", "ece")}
         rows.append({"corruption": corruption.name, "severity": corruption.severity} | figures)
-    severities = [{"severity": one} | means([row for row in rows if row["severity"] == one]) for one in SEVERITIES]
-    return {"images": len(test), "size": data.info.size, "rows": rows, "by_severity": severities} | means(rows)
-
-
-def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean accuracy, NLL and ECE of some rows."""
-    return {name: fmean(row[name] for row in rows) for name in ("accuracy", "nll", "ece")}
+    return rows
 
 
 def evenly(split: DataSplit, most: int) -> DataSplit:

@@ -48,17 +48,9 @@ def write_report(
 
 
 def shortened(names: Sequence[str]) -> dict[str, str]:
-    """Return a label for each name: a long one keeps its method and gets a letter, which a legend explains."""
-    numbers = itertools.count()
-    return {
-        name: name if len(name) <= LONGEST else f"{name.partition(' ')[0]} {_letters(next(numbers))}" for name in names
-    }
-
-
-def _letters(number: int) -> str:
-    """Return A to Z, then AA and so on."""
-    first, last = divmod(number, 26)
-    return (_letters(first - 1) if first else "") + chr(ord("A") + last)
+    """Return a label for each name: a long one keeps its method and gets a number, which a legend explains."""
+    numbers = itertools.count(1)
+    return {name: name if len(name) <= LONGEST else f"{name.partition(' ')[0]} #{next(numbers)}" for name in names}
 
 
 def render(
@@ -112,9 +104,7 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
         for one in details
         if one.at_chance
     ]
-    engines = [f"{one.name} with the {one.engine} engine" for one in details if one.engine]
-    answered = [f"The test images were predicted again for this page: {', '.join(engines)}."] if engines else []
-    return [about, *stuck, *answered]
+    return [about, *stuck]
 
 
 def _environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:

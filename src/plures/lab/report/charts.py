@@ -11,11 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from plures.lab.figures import RULES
+
 WIDTH, LINE = 360, 15  # points: of a chart, and of a name below it
 # Colours that stand for variables of the style sheet; any other colour is mixed with that of the text.
 INK, QUIET, HAIR, EDGE = (f"#0{number}0{number}0{number}" for number in range(1, 5))
 VARIABLES = {INK: "ink", QUIET: "quiet", HAIR: "hair", EDGE: "edge"}
-RULES: dict[str, Any] = {
+STYLE: dict[str, Any] = RULES | {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
@@ -26,17 +28,10 @@ RULES: dict[str, Any] = {
     "axes.edgecolor": EDGE,
     "axes.facecolor": "none",
     "figure.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.spines.left": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
     "grid.color": HAIR,
-    "legend.frameon": False,
     **{f"{axis}tick.{name}": value for axis in "xy" for name, value in (("color", QUIET), ("major.size", 0))},
     "text.parse_math": False,  # a name may contain dollars
-    "svg.fonttype": "none",  # text stays text, for search and screen readers
 }
 
 
@@ -49,7 +44,7 @@ def chart(says: str, titles: list[str], xlabel: str, draw: Callable[..., None], 
     """
     file, height = io.BytesIO(), 200 + LINE * names
     # The same chart has the same bytes, whatever the user's settings are.
-    with style.context(RULES | {"svg.hashsalt": says}, after_reset=True):
+    with style.context(STYLE | {"svg.hashsalt": says}, after_reset=True):
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
         # Margins in points: a layout that measures every word takes twice as long.
         figure.subplots_adjust(0.1, (42 + LINE * names) / height, 0.98, 1 - 24 / height, wspace=0.3)

@@ -19,7 +19,7 @@ from torch import Tensor
 from plures import metrics
 from plures.lab.compare.rows import Row
 from plures.lab.data import DataSplit
-from plures.lab.evaluation.evaluate import engine_of, fastest, predictions
+from plures.lab.evaluation.evaluate import predictions
 from plures.lab.method_names import Look
 from plures.lab.runs.folder import RunFolder
 from plures.lab.runs.open import open_run
@@ -50,7 +50,6 @@ class Detail:
     look: Look
     members: int
     metrics: Mapping[str, Any]  # as in metrics.json
-    engine: str | None  # that predicted the test images; None for the ensemble itself
     alone: CalibrationTable  # of the members' predictions, each alone
     alone_ece: float  # of one member, on average
     together: CalibrationTable  # of the ensemble's predictions
@@ -72,8 +71,7 @@ def gather(row: Row, data_dir: Path | None, look: Look, *, trust_code: bool = Fa
     """Predict the test images with the first run of a row, and return what the page needs."""
     run = open_run(row.runs[0].path, trust_code=trust_code)
     test = run.data(data_dir).test
-    predictor = fastest(run.ensemble)
-    members, targets = predictions(run.ensemble, test, predictor=predictor)
+    members, targets = predictions(run.ensemble, test)
     mean = members.mean(0)
     confidence, label = mean.max(-1)
     wrong = label != targets
@@ -87,7 +85,6 @@ def gather(row: Row, data_dir: Path | None, look: Look, *, trust_code: bool = Fa
         look=look,
         members=len(members),
         metrics=row.runs[0].metrics,
-        engine=engine_of(predictor),
         alone=metrics.calibration_table(*pooled),
         alone_ece=statistics.fmean(metrics.ece(one, targets) for one in members),
         together=metrics.calibration_table(mean, targets),

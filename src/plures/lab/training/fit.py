@@ -11,7 +11,7 @@ import torch
 from plures import checkpoints
 from plures.checkpoints import Position, damaged, pack
 from plures.ensemble import Ensemble
-from plures.lab.data import Data, steps
+from plures.lab.data import Data
 from plures.lab.recipes import Recipe
 from plures.lab.runs.config import Made, describe
 from plures.lab.runs.folder import RunFolder
@@ -72,8 +72,6 @@ def fit(
         longer = recipe.epochs_for(len(data.train))
         epochs = {step.name: longer.of(step.phase) for step in ensemble.plan()}
         display = stack.enter_context(ProgressLine(ensemble.plan(), epochs, quiet=quiet))
-        if recipe.least_steps is None:
-            _warn_of_few_steps(data, recipe)
         if due(ensemble.plan()) is None:
             display.say("the ensemble is finished: nothing is left to train")
         while (step := due(ensemble.plan())) is not None:
@@ -101,22 +99,19 @@ def _train_stage(loop: RecipeLoop, committed: list[str], folder: RunFolder, disp
         loop.scaler.load_state_dict(saved.position.loss_scale)
         display.say(f"resuming {loop.stage.name} after epoch {done} of {loop.epochs}")
     folder.keep_records(committed, loop.stage.name, done)
+    size, images = loop.recipe.batch_size, len(loop.data.train)
+    if loop.count < FEW and not committed and loop.recipe.least_steps is None:
+        steps = f"{loop.count} step{'s' * (loop.count > 1)}"
+        log.warning(
+            f"an epoch has only {steps}, because a batch has {size} of the {images} training images: use a smaller "
+            "batch_size, or more epochs"
+        )
     for number in range(done + 1, loop.epochs + 1):
         record = loop.epoch(number)
         folder.append_record(record)  # before the state, which says how many records count
         folder.write_state(pack(loop.stage, loop.optimizer, Position(len(committed), number, loop.scaler.state_dict())))
         display.epoch(record)
     loop.stage.commit()
-
-
-def _warn_of_few_steps(data: Data, recipe: Recipe) -> None:
-    per_epoch = steps(data.train, recipe.batch_size, drop_last=len(data.train) >= recipe.batch_size)
-    if per_epoch < FEW:
-        several = "" if per_epoch == 1 else "s"
-        log.warning(
-            f"an epoch has only {per_epoch} step{several}, because a batch has {recipe.batch_size} of the "
-            f"{len(data.train)} training images: use a smaller batch_size, or more epochs"
-        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class RecipeLoop(StageLoop):
         self.precision = resolve(recipe.precision, device)
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
-        count = steps(data.train, recipe.batch_size, drop_last=self.drop_last)
+        self.count = count = steps(data.train, recipe.batch_size, drop_last=self.drop_last)
         epochs = recipe.epochs_for(len(data.train)).of(step.phase)
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
         stage = ensemble.open(step).to(device)
