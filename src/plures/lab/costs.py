@@ -73,8 +73,8 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
     """Return the training of a log in epochs of one network, which cost `plain` seconds of the processor each.
 
-    The cheapest epoch of a stage counts for all: other processes make some epochs dearer, and none cheaper. Records of
-    0.1 have no cost, but a time.
+    The cheapest epoch of a stage counts for all its epochs: other processes make some slower, and none faster. Records
+    of 0.1 have a time instead of a cost.
     """
     costs: dict[str, list[float]] = {}
     for record in records:
@@ -101,7 +101,7 @@ def plain_step(network: nn.Module, info: DataInfo, recipe: Recipe, device: torch
 def relative(action: Action, baseline: Action) -> float:
     """Return the time of an action divided by that of another, on one thread, each the shortest of several rounds.
 
-    The shortest, not the median: other processes make some rounds longer, and none shorter. On a CPU only the time of
+    The shortest, not the median: other processes make some rounds longer, and none shorter. On a CPU, only the time of
     this process counts.
     """
     before = torch.get_num_threads()

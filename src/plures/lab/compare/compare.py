@@ -1,7 +1,7 @@
 """Train the runs of comparisons, skip finished ones, and collect the results into rows.
 
-Each run is a process of its own that executes `plures train`: one that breaks takes no other along. What it prints is
-in output.txt in the run folder.
+Each run is a process of its own that executes `plures train`: one that fails does not stop the others. What it prints
+is in output.txt in the run folder.
 """
 
 import contextlib

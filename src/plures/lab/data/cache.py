@@ -96,7 +96,7 @@ def decoded_images(name: str, contents: Contents, cache: Path, given: int | None
             with replacing(path) as beside, beside.open("wb") as file:
                 np.save(file, pixels)
         except PluresError as error:
-            log.warning("the decoded images are not kept, choose another folder by PLURES_CACHE: %s", error)
+            log.warning("the decoded images are not kept; choose another folder with PLURES_CACHE: %s", error)
     return Decoded(content, classes, splits, pixels, np.array(labels, np.int64))
 
 

@@ -42,7 +42,7 @@ class Corruption:
         corrupt, constants = KINDS[self.name]
         streams = [generator(0, "corruption", self.name, first_row + place) for place in range(len(images))]
         corrupted = corrupt(images, constants[self.severity - 1], streams)
-        # Cut off, not rounded, as they were published; what misses a whole number by rounding alone is that number.
+        # Truncated, not rounded, as published; the small sum is for whole numbers that floating point just missed.
         return (corrupted + 1e-6).clamp_(0, 255).to(torch.uint8)
 
 

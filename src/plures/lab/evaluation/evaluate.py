@@ -20,8 +20,8 @@ from plures.prediction import Predictor
 
 BATCH = 256  # images in the network at once
 BLOCK_BYTES = 1 << 28  # bytes of images that every member sees before the next one is made ready
-SHIFT_IMAGES = 1000  # test images that are spoiled in every way: 55 passes over all of them would take hours
-OTHER_IMAGES = 10_000  # images of other data: more would not change the second digit of an AUROC
+SHIFT_IMAGES = 1000  # test images that are corrupted: 55 passes over all of them would take hours
+OTHER_IMAGES = 10_000  # images of other data: more would hardly change an AUROC
 ENGINE_MEMORY = 1 << 30  # bytes of weights that an engine may unfold
 
 Spoil = Callable[[Tensor, int], Tensor]

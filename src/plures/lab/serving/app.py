@@ -217,7 +217,7 @@ def knows(run: Run) -> str:
     voters = f"{members} members vote, and their mean is the answer. " if members > 1 else ""
     samples = len(calibration.probability) if isinstance(calibration, ClassCalibration) else 0
     worth = (
-        f"Its confidence was fitted on {samples} held-out images" if samples else "Its confidence was not calibrated"
+        f"Its confidence was calibrated on {samples} held-out images" if samples else "Its confidence is not calibrated"
     )
     return f"It tells {len(classes)} classes apart: {named}. {voters}{worth}."
 

@@ -77,8 +77,8 @@ class RecipeLoop(StageLoop):
 def resolve(precision: str, device: torch.device) -> str:
     """Return the precision that "auto" stands for: bf16 if the device is made to multiply in it, else full precision.
 
-    A processor is if it has tiles (AMX). Others compute in bf16, too, but more slowly than in float32: many times
-    without bf16 instructions, and by a quarter with those of AVX-512, on the one that was measured.
+    A CPU is if it has AMX tiles. Others compute in bf16 more slowly than in float32: many times more slowly without
+    bf16 instructions, and by a quarter with those of AVX-512 on the one that was measured.
     """
     if precision == "fp16" and device.type == "cpu":
         raise PluresError("precision='fp16' needs a GPU: use auto, bf16 or no on a CPU")
