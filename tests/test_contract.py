@@ -6,7 +6,6 @@ below. What only it promises is tested in a file of its own.
 """
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -374,8 +373,7 @@ def test_an_ensemble_has_few_public_names(method) -> None:
     ensemble = untrained(method, networks.mlp)
     own = set(dir(ensemble)) - set(dir(nn.Module()))
     public = sorted(name for name in own if not name.startswith("_"))
-    options = inspect.signature(type(ensemble)).parameters  # each is an attribute of the same name
-    assert len(set(public) - set(options)) <= 18, public
+    assert len(public) <= 25, public
     missing = [name for name in public if not getattr(getattr(plures, method[0]), name, name).__doc__]
     assert not missing, f"public names without a docstring: {missing}"
 
