@@ -285,7 +285,7 @@ def test_without_a_place_for_the_cache_images_are_decoded_each_time(tmp_path, mo
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     assert open_data("digits", cache_dir=place).fingerprint == open_data("digits").fingerprint
-    assert caplog.text.count("choose another folder by PLURES_CACHE") == 1
+    assert caplog.text.count("choose another folder with PLURES_CACHE") == 1
 
 
 @pytest.mark.parametrize(

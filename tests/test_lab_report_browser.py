@@ -9,7 +9,6 @@ import pytest
 from browser import Browser, needed, opened
 from plures.lab.compare.rows import Row, rows_of
 from plures.lab.costs import Costs
-from plures.lab.paper import Published
 from plures.lab.recipes import Epochs, get_recipe
 from plures.lab.report import write_report
 from plures.lab.training.train import train
@@ -44,10 +43,7 @@ def page(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> str:
 def crowded(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> str:
     """All columns that a table can have, and two seeds."""
     out = tmp_path_factory.mktemp("page") / "report.html"
-    full = [
-        replace(row, runs=(row.runs[0],) * 2, costs=Costs(1.083, 29.8, 1312.0), paper=Published(0.951, 0.157, 0.0082))
-        for row in rows
-    ]
+    full = [replace(row, runs=(row.runs[0],) * 2, costs=Costs(1.083, 29.8, 1312.0)) for row in rows]
     return write_report(full, out, data_dir=None, command="plures report runs").as_uri()
 
 
@@ -126,7 +122,7 @@ def test_a_full_table_fits_a_laptop(browser: Browser, crowded: str) -> None:
     size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(crowded)
-    assert len(browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")) == 12 + 3
+    assert len(browser.find_elements(By.CSS_SELECTOR, "table.sortable thead th")) == 13
     for box in browser.find_elements(By.CSS_SELECTOR, "#table .scroll"):
         assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", box)
     assert overflow(browser) == 0

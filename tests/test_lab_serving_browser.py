@@ -97,7 +97,7 @@ def test_it_tells_what_it_knows_before_the_first_image_and_has_an_example(browse
     browser.get(page)
     knows = browser.find_element(By.ID, "knows").text
     assert knows.startswith("It tells 10 classes apart: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9. 3 members vote")
-    assert "Its confidence was" in knows
+    assert "Its confidence is not calibrated" in knows
     browser.find_element(By.ID, "example").click()
     (answer,) = cards(browser, 1)
     assert "a drawn 3" in answer

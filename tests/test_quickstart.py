@@ -74,9 +74,9 @@ def test_the_demonstration_is_better_than_the_single_network(tmp_path, monkeypat
     """Train as `make demo` does, with its seed."""
     monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     words = ["compare", "digits-resnet", "--together", "True", "--methods", "deterministic", "orthogonal-dropout"]
-    assert main([*words, "--runs", str(tmp_path), "--out", str(tmp_path / "table")]) == 0
-    (table,) = (tmp_path / "table").glob("*.json")
-    rows = {row["name"]: row for row in json.loads(table.read_text())["rows"]}
+    assert main([*words, "--runs", str(tmp_path)]) == 0
+    table = json.loads((tmp_path / "digits-resnet/results.json").read_text())
+    rows = {row["name"]: row for row in table["rows"]}
     for metric in ("nll", "ece"):
         split, single = (rows[name]["metrics"][metric]["mean"] for name in ("orthogonal-dropout", "deterministic"))
         assert split < single, metric
