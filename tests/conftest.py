@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # No example fails because the machine is busy.
@@ -30,3 +31,11 @@ def _quick_costs() -> Iterator[None]:
             patch.setattr(costs, "ROUNDS", 1)
             patch.setattr(costs, "SHORTEST", 0.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_torch() -> Iterator[None]:
+    """Leave torch's number of threads as it was: the last bits of matrix products depend on it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

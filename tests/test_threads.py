@@ -149,6 +149,14 @@ def test_an_engine_that_was_found_wrong_in_another_thread_meanwhile_answers_as_t
     assert turns
 
 
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_new_thread_computes_with_the_threads_of_torch_that_were_set(kind) -> None:
+    """By itself, torch computes the first matrix product of a new thread with as many as OMP_NUM_THREADS says."""
+    ensemble = trained("OrthogonalDropout")
+    torch.set_num_threads(2 if torch.get_num_threads() == 1 else 1)
+    hammer(engine(ensemble, kind), lambda: ensemble.checkout(1).state_dict())
+
+
 def test_predicting_leaves_the_modules_of_an_ensemble_alone() -> None:
     ensemble = trained("OrthogonalDropout")
     before = [(type(tensor), id(tensor)) for tensor in (*ensemble.parameters(), *ensemble.buffers())]

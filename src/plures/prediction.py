@@ -149,6 +149,7 @@ class Predictor(nn.Module):
         return self
 
     def _logits(self, inputs: Any, batch_size: int | None, chosen: Sequence[int] | None = None) -> Tensor:
+        torch.get_num_threads()  # only then does a new thread of Python compute with as many as set_num_threads said
         batch = batch_of(inputs)
         if batch is not None and not len(batch):
             # Few layers take a batch of nothing: a sample of zeros shows the shape of the answer.
