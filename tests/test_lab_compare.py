@@ -19,8 +19,8 @@ from plures.lab.compare import table as write
 from plures.lab.compare.compare import compare, make_runs, planned
 from plures.lab.compare.rows import rows_of
 from plures.lab.compare.table import columns, markdown
-from plures.lab.costs import relative
-from plures.lab.data import DataSplit
+from plures.lab.costs import plain_step, relative
+from plures.lab.data import DataSplit, open_data
 from plures.lab.evaluation import evaluate as evaluation
 from plures.lab.models import build
 from plures.lab.paper import TABLE1, TABLE2, TABLE3, TARGETS, Scale, paper_data
@@ -260,6 +260,20 @@ def test_relative_is_of_the_two_given() -> None:
 
     longer, shorter = (relative(lambda a=a: work(a), lambda b=b: work(b)) for a, b in ((8, 1), (1, 8)))
     assert longer > shorter
+
+
+def test_a_plain_step_is_timed_on_one_thread_as_runs_are_trained() -> None:
+    class Watched(torch.nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            threads.add(torch.get_num_threads())
+            return super().forward(images.flatten(1))
+
+    threads: set[int] = set()
+    torch.set_num_threads(2)
+    info = open_data("digits").info
+    assert plain_step(Watched(64, 10), info, SHORT, torch.device("cpu")) > 0
+    assert threads == {1}
+    assert torch.get_num_threads() == 2
 
 
 def test_every_target_has_distinct_runs_of_known_recipes() -> None:

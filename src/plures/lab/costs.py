@@ -94,24 +94,28 @@ def plain_step(network: nn.Module, info: DataInfo, recipe: Recipe, device: torch
         if device.type != "cpu":
             torch.accelerator.synchronize()
 
-    (found,) = timed([step], 3, clock=time.perf_counter)
-    return min(found) * recipe.batch_size / count
+    (found,) = quickest([step], 3)
+    return found * recipe.batch_size / count
 
 
 def relative(action: Action, baseline: Action) -> float:
-    """Return the time of an action divided by that of another, on one thread, each the shortest of several rounds.
+    """Return the time of an action divided by that of another."""
+    own, other = quickest([action, baseline], ROUNDS, SHORTEST)
+    return own / other
 
-    The shortest, not the median: other processes make some rounds longer, and none shorter. On a CPU, only the time of
-    this process counts.
+
+def quickest(actions: Sequence[Action], rounds: int, shortest: float = 0.0) -> list[float]:
+    """Return the seconds of the quickest round of each action: other processes make some longer, and none shorter.
+
+    They run on one thread, as runs are trained. On a CPU, only the time of this process counts.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         clock = time.perf_counter if torch.accelerator.is_available() else time.process_time
-        own, other = timed([action, baseline], ROUNDS, clock=clock, shortest=SHORTEST)
+        return list(map(min, timed(actions, rounds, clock=clock, shortest=shortest)))
     finally:
         torch.set_num_threads(before)
-    return min(own) / min(other)
 
 
 def timed(actions: Sequence[Action], rounds: int, *, clock: Clock, shortest: float = 0.0) -> list[list[float]]:
