@@ -407,7 +407,7 @@ def test_a_network_that_cannot_be_traced_is_told_by_its_line(tmp_path):
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path):
-    with pytest.raises(plures.PluresError, match=r"ONNX has no prims.bessel_j0.default, which it calls"):
+    with pytest.raises(plures.PluresError, match=r"to ONNX: .*prims.bessel_j0.*; write a .pt2 file"):
         plures.export(one(Rare()), tmp_path / "e.onnx", images(2))
     assert plures.export(one(Rare()), tmp_path / "e.pt2", images(2)).is_file()
 

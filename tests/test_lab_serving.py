@@ -227,7 +227,7 @@ def test_too_many_waiting_images_are_refused_and_the_others_answered():
         batcher.start()
         first = asyncio.create_task(batcher.ask([1]))
         await asyncio.sleep(0)  # it is put into the queue ...
-        while batcher.waiting:  # ... and taken out by the batch that blocks
+        while batcher.queue.qsize():  # ... and taken out by the batch that blocks
             await asyncio.sleep(0)
         later = [asyncio.create_task(batcher.ask([item])) for item in range(2, 6)]
         await asyncio.sleep(0)

@@ -227,17 +227,18 @@ def test_training_leaves_the_callers_random_numbers_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_few_steps_an_epoch_are_told_once(caplog):
+def test_few_steps_are_told_once(caplog):
     recipe = dataclasses.replace(RECIPE, epochs=Epochs(train=2))
     train(ensemble=plures.DeepEnsemble(make_network(), members=2), recipe=recipe, data=make_data(train=30))
-    told = [record.getMessage() for record in caplog.records if "an epoch has" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "has only" in record.getMessage()]
     assert told == [
-        "an epoch has only 1 step, because a batch has 16 of the 30 training images: use a smaller batch_size, "
-        "or more epochs"
+        "stage 'member 0 train' has only 2 steps (epochs: 2, batches: 1): if it learns too little, use smaller "
+        "batches, or 200 epochs"
     ]
     caplog.clear()
-    train(ensemble=plures.Deterministic(make_network()), recipe=recipe, data=make_data(train=64))
-    assert "an epoch has" not in caplog.text
+    enough = dataclasses.replace(recipe, least_steps=8)
+    train(ensemble=plures.Deterministic(make_network()), recipe=enough, data=make_data(train=30))
+    assert "has only" not in caplog.text
 
 
 # --- resuming

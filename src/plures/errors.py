@@ -31,6 +31,16 @@ class MissingExtraError(PluresError, ModuleNotFoundError):
     """
 
 
+def brief(error: BaseException) -> str:
+    """Return the class and the first line of an error, for use in a sentence.
+
+    >>> brief(ValueError("no square.\\nand more"))
+    'ValueError: no square'
+    """
+    text = str(error).strip().partition("\n")[0][:160].rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def visible(text: str) -> str:
     r"""Show characters that cannot be printed, and bytes of a file name that are not UTF-8, as escapes.
 

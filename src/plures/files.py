@@ -16,6 +16,16 @@ from plures.errors import PluresError
 
 
 @contextmanager
+def told(action: str, path: object, advice: str = "") -> Iterator[None]:
+    """Turn an error of the file system into one sentence: what cannot be done with a path, why, and what to do."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise PluresError(f"cannot {action} {path}: {reason}{advice}") from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Write a file beside the one that it replaces; it takes that place when it is complete and on the disk.
 
@@ -25,17 +35,15 @@ def replacing(path: Path) -> Iterator[Path]:
     # Short whatever the name is, and of this call alone: threads and processes may write the same file.
     beside = path.with_name(f".{path.name[:40]}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        usual = beside.stat().st_mode
-        yield beside
-        beside.chmod(usual)  # as readable as the user's other files
-        with beside.open("r+b") as written:  # Windows flushes no file that was opened to read
-            os.fsync(written.fileno())
-        beside.replace(path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise PluresError(f"cannot write {path}: {reason}; an existing file is unchanged") from error
+        with told("write", path, "; an existing file is unchanged"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.touch()
+            usual = beside.stat().st_mode
+            yield beside
+            beside.chmod(usual)  # as readable as the user's other files
+            with beside.open("r+b") as written:  # Windows flushes no file that was opened to read
+                os.fsync(written.fileno())
+            beside.replace(path)
     finally:
         with contextlib.suppress(OSError, ValueError):
             beside.unlink(missing_ok=True)
@@ -43,21 +51,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def is_file(path: Path) -> bool:
     """Return whether there is a file; a name or a folder that the system refuses becomes one sentence."""
-    try:
+    with told("read", path):
         return path.is_file()
-    except OSError as error:
-        raise PluresError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def check_place(path: Path) -> None:
     """Refuse a place where no file can be written, before minutes of work are lost; missing folders are made."""
-    try:
+    with told("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(path.stat().st_mode):
                 raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise PluresError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write(path: Path, contents: bytes) -> None:

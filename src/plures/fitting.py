@@ -73,6 +73,16 @@ class StageLoop:
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.best = Best(math.inf, 0, {})
 
+    def warn_if_few_steps(self) -> None:
+        """Log a warning if the stage has too few steps to learn much; pruning needs fewer."""
+        if self.steps is None or self.stage.phase == "prune" or (total := self.epochs * self.steps) >= FEW_STEPS:
+            return
+        log.warning(
+            f"stage '{self.stage.name}' has only {total} step{'s' * (total > 1)} (epochs: {self.epochs}, batches: "
+            f"{self.steps}): if it learns too little, use smaller batches, or "
+            f"{math.ceil(FEW_STEPS / max(1, self.steps))} epochs"
+        )
+
     def batches(self, number: int) -> Iterator[tuple[Any, Tensor]]:
         """Iterate over the batches of an epoch, counted from 1."""
         return _pairs(self.loader, self.device)
@@ -347,17 +357,13 @@ def _loop(
     if isinstance(size := getattr(loader, "batch_size", None), int):
         lay_out(stage, size, device, mixed=False)
     steps = len(loader) if isinstance(loader, Sized) else None
-    total = epochs * (steps or 1)
-    if steps is not None and total < FEW_STEPS and step.phase != "prune":
-        log.warning(
-            f"stage '{step.name}' has only {total} steps, {epochs} epochs of {steps} batches: if it learns too little, "
-            f"use smaller batches, or epochs={math.ceil(FEW_STEPS / max(1, steps))} or more"
-        )
-    factor = partial(_cosine, total=total) if schedule == "cosine" else lambda _: 1.0
+    factor = partial(_cosine, total=epochs * (steps or 1)) if schedule == "cosine" else lambda _: 1.0
     made = optimizer(stage)
     if not isinstance(made, torch.optim.Optimizer):
         raise PluresError(f"optimizer= returned {type(made).__name__}: return an optimizer of stage.parameters()")
-    return StageLoop(stage, loader, steps, epochs, made, factor, seed=seed, device=device)
+    loop = StageLoop(stage, loader, steps, epochs, made, factor, seed=seed, device=device)
+    loop.warn_if_few_steps()
+    return loop
 
 
 def _copies(stage: Stage) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from plures.calling import arguments, rows_of
 from plures.ensemble import Ensemble
-from plures.errors import MissingExtraError, PluresError
+from plures.errors import MissingExtraError, PluresError, brief
 from plures.exporting.inference import Inference, named_tensors
 from plures.files import replacing, write
 from plures.methods.mc_dropout import MCDropout
@@ -31,7 +30,6 @@ LARGEST = 2**31 - 1  # bytes that one protobuf message can have
 FOLD_BELOW = 64  # entries: shapes are computed once and for all, members' weights are left to the runtime
 ADVICE = "write it with torch operations whose shapes and branches do not depend on numbers in the batch"
 _NOT_THE_NETWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-_OPERATOR = re.compile(r"OpOverload\(op='([^']+)', overload='([^']+)'\)")
 
 Run = Callable[..., dict[str, Tensor]]
 
@@ -177,9 +175,7 @@ def _onnx_run(contents: bytes) -> Run:
     try:
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of errors for each reason
-        raise PluresError(
-            f"onnxruntime cannot run the exported network ({_brief(error)}); write a .pt2 file"
-        ) from error
+        raise PluresError(f"onnxruntime cannot run the exported network ({brief(error)}); write a .pt2 file") from error
     inputs = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
 
@@ -191,17 +187,11 @@ def _onnx_run(contents: bytes) -> Run:
     return run
 
 
-def _unwritable(error: Exception) -> PluresError:
-    """Return the error for an operator that ONNX lacks, by its name."""
-    reasons: list[BaseException] = [error]
-    while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None and len(reasons) < 10:
-        reasons.append(before)
-    missing = _OPERATOR.findall("\n".join(map(str, reversed(reasons))))
-    if not missing:
-        return PluresError(f"cannot export the network to ONNX: {_brief(reasons[-1])}; write a .pt2 file")
-    return PluresError(
-        f"cannot export the network: ONNX has no {'.'.join(missing[0])}, which it calls; write a .pt2 file"
-    )
+def _unwritable(error: BaseException) -> PluresError:
+    """Return the error for a network that ONNX cannot express: the first reason, which names the operator."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return PluresError(f"cannot export the network to ONNX: {brief(error)}; write a .pt2 file")
 
 
 def program_of(
@@ -237,13 +227,7 @@ def _trace(inference: nn.Module, tensors: tuple[Tensor, ...], axes: tuple[Any, .
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_NETWORK)]
         where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}, `{own[-1].line}`," if own else "it"
-        raise PluresError(f"cannot export the network: {where} cannot be traced ({_brief(error)}); {ADVICE}") from error
-
-
-def _brief(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+        raise PluresError(f"cannot export the network: {where} cannot be traced ({brief(error)}); {ADVICE}") from error
 
 
 @contextmanager

@@ -231,22 +231,18 @@ def _prepared(job: Job, data_dir: Path | None) -> list[str]:
 
 def is_done(job: Job) -> bool:
     """Return whether a run is trained and measured."""
-    return RunFolder(job.run).finished and (job.run / "metrics.json").is_file()
-
-
-def _last_line(job: Job) -> str:
-    """Return the last line that a run has printed; empty if there is none."""
-    with contextlib.suppress(OSError):
-        lines = (job.run / OUTPUT).read_text("utf-8", errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return ""
+    folder = RunFolder(job.run)
+    return folder.finished and folder.measured.is_file()
 
 
 def _reason(job: Job, code: int) -> str:
-    """Return one line about the failure."""
+    """Return one line about the failure: the last one that the run has printed."""
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
-    sentence, prefix = _last_line(job), "plures: "
-    if sentence.startswith(prefix):
-        return sentence.removeprefix(prefix)
-    return f"{sentence or f'its process ended with code {code}'} (see {job.run / OUTPUT})"
+    printed = ""
+    with contextlib.suppress(OSError):
+        printed = (job.run / OUTPUT).read_text("utf-8", errors="replace").strip()
+    line, prefix = printed.rpartition("\n")[2], "plures: "
+    if line.startswith(prefix):
+        return line.removeprefix(prefix)
+    return f"{line or f'its process ended with code {code}'} (see {job.run / OUTPUT})"

@@ -115,7 +115,7 @@ def as_json(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
     found = [
         {
             "name": row.name,
-            "method": row.runs[0].method if row.runs else None,
+            "method": row.runs[0].made.method if row.runs else None,
             "seeds": [run.seed for run in row.runs],
             "metrics": {
                 key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)}

@@ -69,7 +69,6 @@ def open_data(
     name: str = "digits",
     *,
     data_dir: str | Path | None = None,
-    cache_dir: str | Path | None = None,
     seed: int = 0,
     validation: float = 0.1,
     size: int | None = None,
@@ -109,7 +108,7 @@ def open_data(
     folder = data_dir or os.environ.get("PLURES_DATA")
     contents = find_data(name, expanded(folder) if folder else None)
     stored_size, channels = (like.cache_size, like.channels) if like else (cache_size or size, None)
-    found = decoded_images(name, contents, cache_folder(cache_dir), stored_size, channels)
+    found = decoded_images(name, contents, cache_folder(), stored_size, channels)
     content, classes, splits, pixels, labels = found
     stored, channels = pixels.shape[-2:]
     first, _ = splits.get("train", (0, 0))

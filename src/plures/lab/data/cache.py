@@ -38,9 +38,9 @@ class Decoded(NamedTuple):
     labels: npt.NDArray[np.int64]
 
 
-def cache_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of decoded images: as given, from PLURES_CACHE, or the system's folder for caches."""
-    chosen = given or os.environ.get("PLURES_CACHE")
+def cache_folder() -> Path:
+    """Return the folder of decoded images: PLURES_CACHE, or the system's folder for caches."""
+    chosen = os.environ.get("PLURES_CACHE")
     return expanded(chosen) if chosen else platformdirs.user_cache_path("plures", appauthor=False)
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from plures.errors import PluresError, visible
+from plures.files import told
 from plures.lab.data.split import DataInfo
 
 EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -53,18 +53,9 @@ class Images(NamedTuple):
 Contents = tuple[list[str], dict[str, Images]]  # the class names of a data set, and its images by split
 
 
-@contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Turn an error of the file system into one sentence."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise PluresError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
 def ordinary(path: str | Path) -> Path:
     """Return the path of a regular file; raise an error for a folder, a device or a pipe, which would block."""
-    with reading(path):
+    with told("read", path):
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise PluresError(f"{path} is not a regular file")
     return Path(path)
@@ -72,7 +63,7 @@ def ordinary(path: str | Path) -> Path:
 
 def read_file(path: str | Path) -> bytes:
     """Read an image file, if it is a regular file of at most MOST_BYTES."""
-    with reading(path), ordinary(path).open("rb") as file:
+    with told("read", path), ordinary(path).open("rb") as file:
         encoded = file.read(MOST_BYTES + 1)
     if len(encoded) > MOST_BYTES:
         raise TooLarge(f"{path} is too large: image files may have at most {MOST_BYTES:,} bytes")
@@ -83,7 +74,7 @@ def images_below(folder: Path) -> list[Path]:
     """Return the image files in a folder and its subfolders in alphabetical order, without hidden files."""
 
     def refuse(error: OSError) -> None:
-        raise PluresError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+        raise PluresError(f"cannot read {error.filename or folder}: {error.strerror}") from error
 
     found = [Path(here, name) for here, _, names in os.walk(folder, onerror=refuse) for name in names]
     images = (file for file in found if file.suffix.lower() in EXTENSIONS and not file.name.startswith("."))
@@ -169,4 +160,4 @@ def read_image(path: str | Path, info: DataInfo) -> npt.NDArray[np.uint8]:
         changes.append(f"brought from {image.width} x {image.height} to {info.size} x {info.size} pixels")
     if changes:
         log.warning("%s was %s, as the network needs it", visible(origin), " and ".join(changes))
-    return to_pixels(centre(to_square(image, info.cache_size), info.size)).copy()
+    return fitted(image, info)

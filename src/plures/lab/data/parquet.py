@@ -10,7 +10,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from plures.errors import PluresError
+from plures.errors import PluresError, brief
 from plures.lab.data.images import Contents, EncodedImage, Images, ordinary
 
 IMAGE_COLUMNS = ("image", "img")
@@ -28,7 +28,7 @@ def _opened(file: Path) -> Iterator[pq.ParquetFile]:
     except MemoryError as error:
         raise PluresError(f"{file} has cells or pages that are too large for the free memory") from error
     except Exception as error:  # pyarrow raises nearly anything on damaged files
-        raise PluresError(f"{file} cannot be read as Parquet ({first_line(error)}): copy it again") from error
+        raise PluresError(f"{file} cannot be read as Parquet ({brief(error)}): copy it again") from error
 
 
 class ParquetTable:
@@ -74,7 +74,7 @@ class ParquetTable:
             names = msgspec.convert(found.get("names"), list[str | int | float] | None)
         except (ValueError, RecursionError, AttributeError, msgspec.ValidationError) as error:
             raise PluresError(
-                f"the Hugging Face metadata of {self.file} are damaged ({first_line(error)}): "
+                f"the Hugging Face metadata of {self.file} are damaged ({brief(error)}): "
                 "write the file again with datasets, or without metadata"
             ) from error
         if names is not None and len(names) > MOST_CLASSES:
@@ -143,8 +143,3 @@ def _encoded(cell: object, origin: str) -> bytes:
     if not isinstance(encoded, bytes):
         raise PluresError(f"{origin} has no encoded image: the image column must contain PNG or JPEG bytes")
     return encoded
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error message, for use in a sentence."""
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

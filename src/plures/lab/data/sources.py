@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 
 from plures.checks import nearest
-from plures.errors import PluresError
-from plures.lab.data.images import Contents, EncodedImage, Images, images_below, read_file, reading
-from plures.lab.data.parquet import first_line, parquet_contents
+from plures.errors import PluresError, brief
+from plures.files import told
+from plures.lab.data.images import Contents, EncodedImage, Images, images_below, read_file
+from plures.lab.data.parquet import parquet_contents
 from plures.lab.data.split import Rows, random_rows
 
 # Built-in names: hub id and, if the repository has several, the configuration.
@@ -75,7 +76,7 @@ def find_data(name: str, data_dir: Path | None) -> Contents:
         local = f"looked for {looked}" if looked else "no data folder was given (--data-dir or PLURES_DATA)"
         raise PluresError(
             f"the data {name!r} were not found: {local}, and {hub_id} cannot be loaded from the Hugging Face hub "
-            f"({first_line(error)}); put train.parquet and test.parquet (or train/CLASS/*.png and test/CLASS/*.png) "
+            f"({brief(error)}); put train.parquet and test.parquet (or train/CLASS/*.png and test/CLASS/*.png) "
             f"into {(data_dir or Path('$PLURES_DATA')) / name}"
         ) from None
     return _local_data(Path(folder, configuration or ""))
@@ -98,7 +99,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def _exists(place: Path) -> bool:
-    with reading(place):
+    with told("read", place):
         try:
             place.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -168,7 +169,7 @@ def _by_split(found: Mapping[str, T], place: object) -> dict[str, T]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    with reading(folder):
+    with told("read", folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
 
 

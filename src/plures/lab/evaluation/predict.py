@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from plures.answers import ABSTAINED, Prediction
 from plures.errors import PluresError, visible
+from plures.files import told
 from plures.lab.data import read_image
-from plures.lab.data.images import EXTENSIONS, images_below, reading
+from plures.lab.data.images import EXTENSIONS, images_below
 from plures.lab.evaluation.evaluate import BATCH, device_of
 from plures.lab.runs.open import Run
 from plures.prediction import Predictor
@@ -62,7 +63,7 @@ def predict_files(
     while files:
         path, given = files.pop()
         try:
-            with reading(path):
+            with told("read", path):
                 is_folder = given and path.is_dir()
                 found = images_below(path) if is_folder else []
             files += [(one, False) for one in reversed(found)]

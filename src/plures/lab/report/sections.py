@@ -11,8 +11,6 @@ from plures.lab.report.charts import QUIET, chart
 from plures.lab.report.gather import Detail
 from plures.lab.terminal import figure, percent
 
-Line = tuple[Detail, Sequence[float], Sequence[float]]  # of which row, from left to right, and how high
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -78,10 +76,16 @@ def training(one: Detail) -> Panel:
 
 
 def _members(ensembles: Sequence[Detail]) -> list[Panel]:
-    """Draw accuracy and NLL of the first one, two, three... members."""
+    """Draw accuracy and NLL of the first one, two, three... members, a line per row; nothing without ensembles."""
+    if not ensembles:
+        return []
 
-    def lines(place: int, scale: int) -> list[Line]:
-        return [(one, range(1, one.members + 1), [scale * pair[place] for pair in one.added]) for one in ensembles]
+    def draw(*plots: Axes) -> None:
+        for place, (axes, scale) in enumerate(zip(plots, (100, 1), strict=True)):
+            for one in ensembles:
+                values, (colour, marker) = [scale * pair[place] for pair in one.added], one.look
+                some, label = max(1, len(values) // 6), visible(one.name)
+                axes.plot(range(1, one.members + 1), values, color=colour, marker=marker, markevery=some, label=label)
 
     rises = [
         f"{one.name} from {percent(one.added[0][0])} and {figure(one.added[0][1])} to {percent(one.added[-1][0])} and "
@@ -89,18 +93,5 @@ def _members(ensembles: Sequence[Detail]) -> list[Panel]:
         for one in ensembles
     ]
     says = f"Accuracy and NLL go, from the first member to all: {'; '.join(rises)}."
-    return _together(says, {"accuracy, %": lines(0, 100), "NLL": lines(1, 1)}, "members")
-
-
-def _together(says: str, plots: dict[str, list[Line]], xlabel: str) -> list[Panel]:
-    """Draw lines of all rows, a plot per title; nothing if there are none."""
-
-    def draw(*every: Axes) -> None:
-        for axes, lines in zip(every, plots.values(), strict=True):
-            for one, places, values in lines:
-                colour, marker = one.look
-                some = max(1, len(values) // 6)
-                axes.plot(places, values, color=colour, marker=marker, markevery=some, label=visible(one.name))
-
-    count = max(map(len, plots.values()))
-    return [Panel("all methods", None, chart(says, list(plots), xlabel, draw, names=count), says)] if count else []
+    drawn = chart(says, ["accuracy, %", "NLL"], "members", draw, names=len(ensembles))
+    return [Panel("all methods", None, drawn, says)]

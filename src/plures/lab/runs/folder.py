@@ -69,6 +69,7 @@ METRICS = schema(
     member_accuracies=list[Number],
 )
 
+UNCHANGED = "; what was saved before is unchanged: correct this, and the same command resumes"
 # Settings of earlier versions, at the values that changed nothing.
 GONE = (("finetune_rate", None), ("literal_gradient", False), ("distill", None), ("label_smoothing", 0.0))
 
@@ -116,7 +117,7 @@ class RunFolder:
     def records(self) -> list[dict[str, Any]]:
         """Read the log: one record per epoch. Damaged lines are reported, and left out."""
         found = []
-        with _told("read", self.log):
+        with files.told("read", self.log, UNCHANGED):
             lines = self.log.read_bytes().splitlines() if self.log.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
@@ -164,7 +165,7 @@ class RunFolder:
 
     def read_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one."""
-        with _told("read", self.state):
+        with files.told("read", self.state, UNCHANGED):
             return self.state.read_bytes() if self.state.is_file() else None
 
     def write_state(self, contents: bytes) -> None:
@@ -173,7 +174,7 @@ class RunFolder:
 
     def append_record(self, record: Mapping[str, Any]) -> None:
         """Add a record to the log."""
-        with _told("write", self.log), self.log.open("ab") as file:
+        with files.told("write", self.log, UNCHANGED), self.log.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
 
     def keep_records(self, stages: Collection[str], begun: str = "", epochs: int = 0) -> None:
@@ -206,10 +207,10 @@ def other_settings(path: Path, differing: Sequence[str], advice: str) -> PluresE
 
 def read_object(path: Path, expected: Any, advice: str) -> dict[str, Any]:
     """Read a JSON object from a file, and raise an error that ends with `advice` if it does not match the schema."""
+    with files.told("read", path):
+        contents = path.read_bytes()
     try:
-        return parse_object(path.read_bytes(), expected)
-    except OSError as error:
-        raise PluresError(f"cannot read {path}: {error.strerror or error}") from error
+        return parse_object(contents, expected)
     except ValueError as error:
         raise PluresError(f"{path} is damaged or was written by another program ({error}): {advice}") from error
 
@@ -232,14 +233,3 @@ def parse_object(contents: bytes, expected: Any) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
     return found
-
-
-@contextmanager
-def _told(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise PluresError(
-            f"cannot {action} {path}: {error.strerror or error}; what was saved before is unchanged: "
-            "correct this, and the same command resumes"
-        ) from error

@@ -117,12 +117,9 @@ class Run:
         info = self.info
         preprocessing = {
             "input": "uint8 pixels [batch, height, width, channels], normalised inside the file",
-            "size": info.size,
+            **{name: getattr(info, name) for name in ("size", "channels", "mean", "std")},
             "resize": f"a square of a multiple of {info.cache_size} averaged down to it, otherwise the shorter side to "
             f"{info.cache_size} (bicubic, antialiased); then the middle {info.size} x {info.size} kept",
-            "channels": info.channels,
-            "mean": list(info.mean),
-            "std": list(info.std),
         }
         provenance = {
             "method": self.method,
@@ -175,7 +172,7 @@ def open_run(folder: str | Path, *, trust_code: bool = False) -> Run:
         check_size(files.ensemble, sketch)  # before memory is taken
     method = method_class(made.method) if is_code(made.method) else None
     ensemble = load(files.ensemble, network_for(recipe, *shape), method=method).to(device_for())
-    place = None if made.data is None else (files.path / made.data).absolute()
+    place = None if made.data is None else (files.path / made.data).resolve()
     return Run(files.path, made.method, recipe, info, config["data"]["fingerprint"], ensemble, place)
 
 

@@ -51,14 +51,9 @@ class Batcher:
     def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], limits: Limits) -> None:
         self.run = run
         self.limits = limits
-        self._queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
+        self.queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, "plures-network")
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def waiting(self) -> int:
-        """The number of items that wait for the network."""
-        return self._queue.qsize()
 
     def start(self) -> None:
         """Start to collect batches; call it in the event loop that asks."""
@@ -66,18 +61,19 @@ class Batcher:
 
     async def stop(self) -> None:
         """Answer what is waiting, then stop."""
-        await self._queue.join()
+        await self.queue.join()
         if self._task is not None:
             self._task.cancel()
         self._thread.shutdown()
 
     async def ask(self, items: Sequence[Any]) -> list[Any]:
         """Return the answers; raise `Refused` at once if too many items are waiting."""
-        if self.waiting + len(items) > self.limits.queue:
-            raise Refused(503, f"{self.waiting} images are already waiting: try again in a moment")
+        waiting = self.queue.qsize()
+        if waiting + len(items) > self.limits.queue:
+            raise Refused(503, f"{waiting} images are already waiting: try again in a moment")
         answers = [asyncio.get_running_loop().create_future() for _ in items]
         for pair in zip(items, answers, strict=True):
-            self._queue.put_nowait(pair)
+            self.queue.put_nowait(pair)
         try:
             return list(await asyncio.gather(*answers))
         finally:
@@ -86,15 +82,15 @@ class Batcher:
 
     async def _collect(self) -> None:
         while True:
-            batch = [await self._queue.get()]
+            batch = [await self.queue.get()]
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.limits.wait):
                     while len(batch) < self.limits.batch:
-                        batch.append(await self._queue.get())
+                        batch.append(await self.queue.get())
             if asked := [(item, answer) for item, answer in batch if not answer.done()]:
                 await self._answer(asked)
             for _ in batch:
-                self._queue.task_done()
+                self.queue.task_done()
 
     async def _answer(self, batch: list[tuple[Any, asyncio.Future[Any]]]) -> None:
         loop = asyncio.get_running_loop()
@@ -132,7 +128,7 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
         return predictor.predict(inputs).members.cpu().unbind(1)
 
     batcher = Batcher(members, limits)
-    queue.set_function(lambda: batcher.waiting)
+    queue.set_function(batcher.queue.qsize)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

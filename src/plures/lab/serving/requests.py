@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from plures.errors import PluresError, visible
-from plures.lab.data.images import centre, decode, open_image, to_pixels, to_square
+from plures.lab.data.images import decode, fitted, open_image
 from plures.lab.data.split import DataInfo
 from plures.lab.evaluation.predict import Wanted
 from plures.lab.serving import Limits
@@ -72,10 +72,9 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
 def prepare(upload: Upload, info: DataInfo) -> npt.NDArray[np.uint8] | PluresError:
     """Decode an image and prepare it like the images of a data set, or return the reason why not."""
     try:
-        decoded = decode(open_image(upload.encoded, upload.name), info.channels, upload.name)
+        return fitted(decode(open_image(upload.encoded, upload.name), info.channels, upload.name), info)
     except PluresError as error:
         return error
-    return to_pixels(centre(to_square(decoded, info.cache_size), info.size)).copy()
 
 
 async def _body(request: Request, limits: Limits) -> bytes:

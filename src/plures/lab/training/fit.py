@@ -22,7 +22,6 @@ from plures.stage import due
 from plures.storage import refill, save
 
 log = logging.getLogger("plures")
-FEW = 4  # steps of an epoch: fewer are hardly worth its passes over the images
 
 
 def fit(
@@ -99,13 +98,8 @@ def _train_stage(loop: RecipeLoop, committed: list[str], folder: RunFolder, disp
         loop.scaler.load_state_dict(saved.position.loss_scale)
         display.say(f"resuming {loop.stage.name} after epoch {done} of {loop.epochs}")
     folder.keep_records(committed, loop.stage.name, done)
-    size, images = loop.recipe.batch_size, len(loop.data.train)
-    if loop.count < FEW and not committed and loop.recipe.least_steps is None:
-        steps = f"{loop.count} step{'s' * (loop.count > 1)}"
-        log.warning(
-            f"an epoch has only {steps}, because a batch has {size} of the {images} training images: use a smaller "
-            "batch_size, or more epochs"
-        )
+    if not committed and loop.recipe.least_steps is None:
+        loop.warn_if_few_steps()
     for number in range(done + 1, loop.epochs + 1):
         record = loop.epoch(number)
         folder.append_record(record)  # before the state, which says how many records count

@@ -27,7 +27,7 @@ class RecipeLoop(StageLoop):
         self.precision = resolve(recipe.precision, device)
         # A last, smaller batch would weigh its images more, and batch norm cannot take a batch of one.
         self.drop_last = len(data.train) >= recipe.batch_size
-        self.count = count = steps(data.train, recipe.batch_size, drop_last=self.drop_last)
+        count = steps(data.train, recipe.batch_size, drop_last=self.drop_last)
         epochs = recipe.epochs_for(len(data.train)).of(step.phase)
         torch.manual_seed(seed_of(recipe.seed, "open", step.name))
         stage = ensemble.open(step).to(device)
@@ -51,15 +51,11 @@ class RecipeLoop(StageLoop):
     def epoch(self, number: int) -> dict[str, Any]:
         """Train for one epoch, counted from 1, validate, and return its record."""
         started = time.perf_counter()
-        record, validation = super().epoch(number), self.validate()
-        return record | {"validation_accuracy": validation, "seconds": round(time.perf_counter() - started, 3)}
-
-    def validate(self) -> float | None:
-        """Measure the accuracy on the validation images; None if there are none."""
-        split = self.data.validation
-        if not len(split):
-            return None
-        return self.score(batches(split, self.recipe.batch_size, shuffle=False, device=self.device))[0]
+        record, held_out = super().epoch(number), self.data.validation
+        if len(held_out):
+            images = batches(held_out, self.recipe.batch_size, shuffle=False, device=self.device)
+            record["validation_accuracy"], _ = self.score(images)
+        return record | {"seconds": round(time.perf_counter() - started, 3)}
 
     def batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the batches of an epoch, in an order and with crops that follow from the seed."""
@@ -104,15 +100,11 @@ def rate_factor(recipe: Recipe, step: int, steps: int, steps_per_epoch: int) -> 
 
     The warm-up multiplies the schedule, which counts from the first step: milestones stay where they are.
     """
-    factor = _factor(recipe, step / steps)
-    warmup = recipe.warmup * steps_per_epoch
-    if step < warmup:
-        factor *= min(1.0, (step + 1) / warmup)
-    return factor
-
-
-def _factor(recipe: Recipe, progress: float) -> float:
+    progress = step / steps
     if recipe.schedule == "step":
         # The small sum keeps 0.3 * 10 steps from being passed at step 3.0000000000000004 only.
-        return recipe.gamma ** sum(progress + 1e-9 >= milestone for milestone in recipe.milestones)
-    return (1 + math.cos(math.pi * progress)) / 2
+        factor = recipe.gamma ** sum(progress + 1e-9 >= milestone for milestone in recipe.milestones)
+    else:
+        factor = (1 + math.cos(math.pi * progress)) / 2
+    warmup = recipe.warmup * steps_per_epoch
+    return factor * min(1.0, (step + 1) / warmup) if step < warmup else factor
