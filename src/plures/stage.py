@@ -228,10 +228,10 @@ class Stage(nn.Module):
         elif 0 < steps < FEW_STEPS and not self._resumed:
             log.warning(f"stage '{self.name}' is committed after only {steps} training step{'s' * (steps > 1)}")
         elif steps and chance and (loss := self.record.recent_loss()) > NO_BETTER * chance:
-            classes = round(math.exp(chance / self.heads))
+            guess = chance / self.heads  # of one member: the loss of several is their sum
             log.warning(
-                f"stage '{self.name}' ends with a loss of {loss:.2f}, no better than chance ({chance:.2f} for "
-                f"{classes} classes): train it for more steps, or with another learning rate"
+                f"stage '{self.name}' ends with a loss of {loss / self.heads:.2f}, no better than chance ({guess:.2f} "
+                f"for {round(math.exp(guess))} classes): train it for more steps, or with another learning rate"
             )
 
     def _sums(self) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image
-from scipy.ndimage import gaussian_filter, map_coordinates
+from scipy.ndimage import correlate, gaussian_filter, map_coordinates
 from torch import Tensor
-from torch.nn import functional as F
 
 from plures.seeding import generator
 
@@ -73,10 +72,8 @@ def defocus_blur(images: Tensor, disk: tuple[float, float], streams: Streams) ->
     inside = (places[:, None] ** 2 + places**2 <= radius**2).double()
     soft = torch.exp(-0.5 * (torch.arange(-1, 2, dtype=torch.float64) / softness).square())
     soft /= soft.sum()
-    kernel = F.conv2d((inside / inside.sum())[None, None], torch.outer(soft, soft)[None, None], padding=1)
-    mirrored = np.pad(images.numpy(), ((0, 0), (reach, reach), (reach, reach), (0, 0)), "reflect")
-    around = torch.from_numpy(mirrored).double().permute(3, 0, 1, 2)[:, :, None]
-    return torch.stack([F.conv2d(channel, kernel)[:, 0] for channel in around], dim=-1)
+    kernel = correlate((inside / inside.sum()).numpy(), torch.outer(soft, soft).numpy(), mode="constant")
+    return torch.from_numpy(correlate(images.double().numpy(), kernel[None, :, :, None], mode="mirror"))
 
 
 def motion_blur(images: Tensor, trail: tuple[float, float], streams: Streams) -> Tensor:
