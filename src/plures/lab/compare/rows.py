@@ -50,6 +50,11 @@ class Finished:
         return int(self.config["recipe"]["seed"])
 
     @property
+    def method(self) -> str:
+        """The method, as on the command line."""
+        return self.made.method
+
+    @property
     def command(self) -> str:
         """The command that makes the run."""
         return train_command(self.config, self.path)
@@ -57,7 +62,7 @@ class Finished:
     @cached_property
     def name(self) -> str:
         """The method and the options that it was given."""
-        return " ".join([short_name(self.made.method), *self.made.settings])
+        return " ".join([short_name(self.method), *self.made.settings])
 
     @cached_property
     def made(self) -> Made:

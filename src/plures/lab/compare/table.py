@@ -49,16 +49,13 @@ class Column:
         spread = "" if deviation is None else f" ± {self.scale * deviation:.{self.digits}f}"
         return terminal.UNKNOWN if value is None else f"{value:.{self.digits}f}{spread}{self.unit}"
 
-    def best(self, rows: Sequence[Row]) -> Row | None:
-        """Return the best of the rows that have a figure; None if there are fewer than two."""
-        known = [(value, row) for row in rows if (value := self.value(row)) is not None]
+    def stressed(self, rows: Sequence[Row]) -> Row | None:
+        """Return the row to print in bold: the best of those of about the size of one network, if sizes are known."""
+        some = [row for row in rows if row.efficient] if any(row.costs for row in rows) else rows
+        known = [(value, row) for row in some if (value := self.value(row)) is not None]
         if self.better is None or len(known) < 2:
             return None
         return (max if self.better == "high" else min)(known, key=lambda pair: pair[0])[1]
-
-    def stressed(self, rows: Sequence[Row]) -> Row | None:
-        """Return the row to print in bold: the best of those of about the size of one network, if sizes are known."""
-        return self.best([row for row in rows if row.efficient] if any(row.costs for row in rows) else rows)
 
 
 class PaperColumn(Column):
@@ -115,7 +112,7 @@ def as_json(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
     found = [
         {
             "name": row.name,
-            "method": row.runs[0].made.method if row.runs else None,
+            "method": row.runs[0].method if row.runs else None,
             "seeds": [run.seed for run in row.runs],
             "metrics": {
                 key: {"mean": row.mean(key), "deviation": row.deviation(key), "values": row.values(key)}
