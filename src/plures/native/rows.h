@@ -21,6 +21,23 @@
 #define LOW(a, b) PICK(a, b, 0, 4, 1, 5)
 #define HIGH(a, b) PICK(a, b, 2, 6, 3, 7)
 #endif
+/* Rounds of adding up lanes: each adds one half of the lanes of two vectors to the other half, first within four lanes, then across them. */
+#if LANES == 16
+#define FIRST(a, b) (PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) + PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31))
+#define SECOND(a, b) (PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) + PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+#define THIRD(a, b) (PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define FOURTH(a, b) THIRD(a, b)
+#elif LANES == 8
+#define FIRST(a, b) (PICK(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + PICK(a, b, 2, 10, 3, 11, 6, 14, 7, 15))
+#define SECOND(a, b) (PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15))
+#define THIRD(a, b) (PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15))
+#define FOURTH(a, b) (a)
+#else
+#define FIRST(a, b) (PICK(a, b, 0, 4, 1, 5) + PICK(a, b, 2, 6, 3, 7))
+#define SECOND(a, b) (PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3, 6, 7))
+#define THIRD(a, b) (a)
+#define FOURTH(a, b) (a)
+#endif
 #endif
 
 /* Turn a square of LANES rows: rounds of interleaving one half of the vectors with the other. */
@@ -150,15 +167,16 @@ typedef void LayerSums(const Layer *, const float *x, float *y);
 SUMS_OF(1, FORWARD) SUMS_OF(1, BACKWARD) SUMS_OF(1, BLOCKS) SUMS_OF(2, FORWARD) SUMS_OF(2, BACKWARD) SUMS_OF(2, BLOCKS)
 SUMS_OF(4, FORWARD) SUMS_OF(4, BACKWARD) SUMS_OF(4, BLOCKS)
 
-/* Add up the lanes of LANES vectors: the sum of the first one is the first lane of the result. */
-ALWAYS vector sums_of_lanes(vector v[LANES]) {
+/* Add up the lanes of vectors, a power of two up to LANES: the sum of the first one is the first lane of the result. */
+ALWAYS vector sums_of_lanes(vector *v, const int count) {
 #ifdef PICK
-    UNROLL for (int half = LANES / 2; half; half /= 2)
-        UNROLL for (int i = 0; i < half; i++) v[i] = LOW(v[i], v[i + half]) + HIGH(v[i], v[i + half]);
-    return v[0];
+    UNROLL for (int i = 0; i < count; i += 2) v[i / 2] = FIRST(v[i], v[i + (count > 1)]);
+    UNROLL for (int i = 0; i < (count + 1) / 2; i += 2) v[i / 2] = SECOND(v[i], v[i + (count > 2)]);
+    UNROLL for (int i = 0; i < (count + 3) / 4; i += 2) v[i / 2] = THIRD(v[i], v[i + (count > 4)]);
+    return FOURTH(v[0], v[count > 8]);
 #else
     vector result = splat(0);
-    for (int i = 0; i < LANES; i++)
+    for (int i = 0; i < count; i++)
         for (int lane = 0; lane < LANES; lane++) result[i] += v[i][lane];
     return result;
 #endif
@@ -198,7 +216,7 @@ static void row_sums(const Layer *layer, const float *x, float *y) {
                 if (!owners || owners[at] == layer->id) sum[0] += weight[at] * x[at];
             sums[i] = sum;
         }
-        const vector found = sums_of_lanes(sums);
+        const vector found = sums_of_lanes(sums, LANES);
         for (int i = 0; i < count; i++) {
             const float sum = found[i] + (layer->bias ? layer->bias[first + i] : 0);
             y[first + i] = layer->relu && sum < 0 ? 0 : sum;
@@ -272,30 +290,35 @@ static void rows_forward(const Rows *c, int64_t item, float *scratch) {
     turn(x, outputs, count, tile, c->output + (member * c->rows + first) * outputs, outputs);
 }
 
+#define TOGETHER 4 /* weights whose lanes are added up at once: lists are short, and more would often be too many */
+
 /* The gradient of the weights of one member: for each, the product of what goes in and the gradient of what comes out, over a tile of rows. */
-ALWAYS void weight_gradient(const Linear *layer, int64_t member, const float *x, const float *gradient, int more, const int vectors) {
+ALWAYS void weight_gradient(const Linear *layer, int64_t member, const float *x, const float *gradient, const int more, const int vectors) {
     const Lists *l = &layer->forward;
     const int tile = vectors * LANES, groups = up(l->inputs, l->group);
     const int32_t *starts = l->starts + member * l->starts_stride;
+    const uint16_t *places = l->places;
     for (int group = 0; group < groups; group++, x += (int64_t)l->group * tile)
         for (int output = 0; output < l->outputs; output++, starts++) {
             float *row = layer->to_weight + member * l->member_stride + output * l->output_stride + group * l->group;
+            const int end = starts[1];
             vector g[MOST_VECTORS];
             UNROLL for (int v = 0; v < vectors; v++) g[v] = load(gradient + (int64_t)output * tile + v * LANES);
-            for (int64_t k = starts[0]; k < starts[1]; k += LANES) {
-                const int64_t here = least(LANES, starts[1] - k);
-                vector sums[LANES];
-                UNROLL for (int i = 0; i < LANES; i++) {
-                    const float *from = x + (int64_t)l->places[i < here ? k + i : k] * tile;
-                    sums[i] = g[0] * load(from);
-                    UNROLL for (int v = 1; v < vectors; v++) ADD_PRODUCT_FROM(sums[i], g[v], from + v * LANES);
+            for (int k = starts[0]; k < end; k += TOGETHER) {
+                vector sums[TOGETHER];
+                float found[LANES], *to[TOGETHER];
+                UNROLL for (int i = 0; i < TOGETHER; i++) { /* the last weight of a list stands for those that are missing */
+                    const int64_t place = places[least(k + i, end - 1)];
+                    const float *from = x + place * tile;
+                    KEEP_POINTER(from);
+                    vector sum = g[0] * load(from);
+                    UNROLL for (int v = 1; v < vectors; v++) ADD_PRODUCT_FROM(sum, g[v], from + v * LANES);
+                    sums[i] = sum; /* in the array, it would be written with every product */
+                    to[i] = row + place;
                 }
-                float found[LANES];
-                store(found, sums_of_lanes(sums));
-                for (int i = 0; i < here; i++) {
-                    float *to = row + l->places[k + i];
-                    *to = more ? *to + found[i] : found[i];
-                }
+                store(found, sums_of_lanes(sums, TOGETHER));
+                if (more) UNROLL for (int i = 0; i < TOGETHER; i++) found[i] += *to[i];
+                UNROLL for (int i = 0; i < TOGETHER; i++) *to[i] = found[i];
             }
         }
 }
@@ -325,9 +348,8 @@ static void rows_backward(const Rows *c, int64_t member, float *scratch) {
                     sum += g;
                 }
                 if (l->to_bias) {
-                    float *to = l->to_bias + member * l->bias_stride + output, all = 0;
-                    for (int lane = 0; lane < LANES; lane++) all += sum[lane];
-                    *to = first ? *to + all : all;
+                    float *to = l->to_bias + member * l->bias_stride + output;
+                    *to = sums_of_lanes(&sum, 1)[0] + (first ? *to : 0);
                 }
             }
             if (l->to_weight) {
