@@ -87,7 +87,7 @@ def test_members_side_by_side_on_a_gpu_read_no_number(make_network):
     stage = moved(next(iter(ensemble.stages())))
     engine = TrainingEngine()
     assert engine.takes(stage.network, 6)
-    assert engine._prepared.batched, "its layers run as one product"
+    assert engine._prepared.plan.split, "its layers run as one product"
     engine._prepared.compared = True  # the comparison with torch reads numbers, once in a stage
     inputs = images(6).to(META)
     with NothingIsRead():

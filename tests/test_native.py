@@ -386,33 +386,27 @@ def test_training_refuses_what_does_not_fit(damage):
     mask = torch.rand(4, 6, generator=generator(0)) < 0.5
     weight = weight * mask[..., None, None]
     kernels = training.kernels_of(mask[None])
+    layer = training.Convolved(weight, bias, kernels, (1, 1), (1, 1))
     for place in range(3):
         given = [x, weight, bias]
         given[place] = DAMAGES[damage](given[place])
-        if (place, damage) not in ((0, "shorter"), (1, "dimensions")):  # fewer images, and a weight for each member
+        if (place, damage) != (0, "shorter"):  # fewer images
             with pytest.raises(PluresError):
-                training.convolution(*given, kernels, (1, 1), (1, 1))
-    for order in ("forward", "backward", "by_input"):
-        for place in ("starts", "places", "rows"):
-            right = getattr(getattr(kernels, order), place)
-            for wrong in (DAMAGES[damage](right) if damage != "half" else right.half(), right - 1, right + 24):
-                other = getattr(kernels, order)._replace(**{place: wrong})
-                with pytest.raises(PluresError):
-                    training.convolution(x, weight, bias, kernels._replace(**{order: other}), (1, 1), (1, 1))
+                training.convolution(given[0], layer._replace(weight=given[1], bias=given[2]))
     for stride, padding in ((0, (1, 1)), (-1, (1, 1)), (2**40, (1, 1)), (1, (-1, 1)), (1, (2**40, 1))):
         with pytest.raises(PluresError):
-            training.convolution(x, weight, bias, kernels, (stride, stride), padding)
+            training.convolution(x, layer._replace(stride=(stride, stride), padding=padding))
     tables = [torch.ones(1, 6) for _ in range(4)]
-    settings = (torch.zeros(1, dtype=torch.int64), 0.1, 1e-5)
+    batches = torch.zeros(1, dtype=torch.int64)
     if damage != "shorter":
         with pytest.raises(PluresError):
-            training.norm(DAMAGES[damage](x), *tables, *settings)
+            training.norm(DAMAGES[damage](x), [*tables, batches], 0.1, 1e-5)
     with pytest.raises(PluresError):
-        training.norm(x, *tables, *settings, DAMAGES[damage](x))
+        training.norm(x, [*tables, batches], 0.1, 1e-5, DAMAGES[damage](x))
     for place in range(4):
         given = [*tables[:place], DAMAGES[damage](tables[place]), *tables[place + 1 :]]
         with pytest.raises(PluresError):
-            training.norm(x, *given, *settings)
+            training.norm(x, [*given, batches], 0.1, 1e-5)
 
 
 # ---- finding, compiling and loading ----

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import networks
 import plures
-from plures.methods.orthogonal_dropout import training_engine
+from plures.methods.orthogonal_dropout import training_engine, training_plan
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
 from plures.native import library
 
@@ -190,7 +190,7 @@ def test_members_run_side_by_side_in_torch_alone(
 ) -> None:
     monkeypatch.setenv("PLURES_NATIVE", "0")
     if way == "as on a GPU":  # grouped convolutions; here, on the CPU
-        monkeypatch.setattr(training_engine, "_is_on_cpu", lambda _: False)
+        monkeypatch.setattr(training_plan, "is_on_cpu", lambda _: False)
     stage = next(made(make, dtype=torch.float32).stages())
     for one in stage.network.parameters():
         nn.init.normal_(one, std=0.1, generator=torch.Generator().manual_seed(one.numel()))

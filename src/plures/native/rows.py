@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from plures.errors import PluresError
 from plures.native.library import load
 from plures.native.structures import MOST, Linear, Rows, floats
-from plures.native.training import MemberKernels, Memory, check_kernels
+from plures.native.training import MemberKernels, Memory
 
 TILE = 64  # rows that the library pads to, at most
 
@@ -43,12 +43,10 @@ def linear(x: Tensor, *layers: LinearLayer, memory: Memory | None = None) -> Ten
         raise PluresError(f"linear layers of {members} members cannot run over rows {tuple(x.shape)}")
     weights, biases = [], []
     for weight, bias, kernels, _ in layers:
-        own = [members] if weight.dim() == 3 else []
         if len(kernels.forward.starts) != members or kernels.inputs != inputs:
             raise PluresError(f"a layer of {kernels.inputs} inputs cannot follow one of {inputs} outputs")
-        weights.append(floats("weight", weight, *own, kernels.outputs, inputs))
+        weights.append(floats("weight", weight, *kernels.own, kernels.outputs, inputs))
         biases.append(None if bias is None else floats("bias", bias, members, kernels.outputs))
-        check_kernels(kernels, weight.numel())
         inputs = kernels.outputs
     given = [(kernels, relu) for _, _, kernels, relu in layers]
     result: Tensor = _Chain.apply(x, given, memory or Memory(), *weights, *biases)  # type: ignore[no-untyped-call]
@@ -92,7 +90,7 @@ def _filled(given: list[tuple[MemberKernels, bool]], tensors: Sequence[Tensor | 
     weights, biases = tensors[: len(given)], tensors[len(given) :]
     for layer, (kernels, relu), weight, bias in zip(layers, given, weights, biases, strict=True):
         inputs, outputs, at = kernels.inputs, kernels.outputs, weight.data_ptr()  # type: ignore[union-attr]
-        own = inputs * outputs if weight.dim() == 3 else 0  # type: ignore[union-attr]
+        own = inputs * outputs if kernels.own else 0
         for order, name, steps in (
             (kernels.forward, "forward", (inputs, 1)),
             (kernels.backward, "backward", (1, inputs)),

@@ -21,15 +21,11 @@ from plures.native.structures import (
     Convolution,
     KernelGradient,
     Norm,
-    check_lists,
     filled,
     floats,
     in_order,
-    recall,
-    remember,
 )
 
-MOST_PLACES = 2**15  # places of a group, in 16 bits with a sign
 GROUP = 64  # inputs whose activations are processed at a time, so that they stay in the cache
 
 
@@ -79,6 +75,7 @@ class MemberKernels(NamedTuple):
     by_input: Order
     outputs: int
     inputs: int
+    own: tuple[int, ...]  # [members] if each has a weight of its own
 
 
 def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
@@ -87,7 +84,7 @@ def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
     The weight is [outputs, inputs, height, width], or [members, outputs, inputs, height, width] if it is `private`.
     """
     mine = mine.cpu()
-    _, outputs, inputs = mine.shape
+    members, outputs, inputs = mine.shape
     each = outputs * inputs if private else 0  # kernels of a member's own weight
 
     def ordered(turned: bool, group: int, kind: torch.dtype = torch.int16) -> Order:
@@ -98,7 +95,8 @@ def kernels_of(mine: Tensor, private: bool = False) -> MemberKernels:
         return Order(starts, places.to(kind), rows.int(), group)
 
     by_input = ordered(True, outputs, torch.int32)
-    return MemberKernels(ordered(False, GROUP), ordered(True, GROUP), by_input, outputs, inputs)
+    own = (members,) if private else ()
+    return MemberKernels(ordered(False, GROUP), ordered(True, GROUP), by_input, outputs, inputs, own)
 
 
 class Shape(NamedTuple):
@@ -107,6 +105,11 @@ class Shape(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
+
+    def sides(self, x: Tensor) -> list[int]:
+        """Return the rows and columns of the outputs for blocked images."""
+        each = zip(x.shape[3:5], *self, strict=True)
+        return [(length + 2 * around - size) // step + 1 for length, size, step, around in each]
 
 
 class Convolved(NamedTuple):
@@ -120,74 +123,32 @@ class Convolved(NamedTuple):
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the outputs."""
-        size, stride, padding = self.weight.shape[-2:], self.stride, self.padding
-        sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
+        sides = Shape(self.weight.shape[-2:], tuple(self.stride), tuple(self.padding)).sides(x)
         return len(self.kernels.forward.starts), x.shape[1], self.kernels.outputs, *sides, x.shape[5]
 
     def checked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Shape]:
         """Return images, weight and bias as the native library reads them; refuse what does not fit."""
-        kernels, stride, padding, size = self.kernels, self.stride, self.padding, tuple(self.weight.shape[-2:])
-        members, outputs, inputs = len(kernels.forward.starts), kernels.outputs, kernels.inputs
+        kernels, members = self.kernels, len(self.kernels.forward.starts)
+        shape = Shape(tuple(self.weight.shape[-2:]), tuple(self.stride), tuple(self.padding))
         x = floats("images", x, *[None] * 5, load().lanes)
-        own = [members] if self.weight.dim() == 5 else []
-        weight = floats("weight", self.weight, *own, outputs, inputs, *size)
-        bias = None if self.bias is None else floats("bias", self.bias, members, outputs)
-        sides = [x.shape[3 + i] + 2 * padding[i] - size[i] + 1 for i in (0, 1)]
-        numbers = (*stride, *size, *(around + 1 for around in padding))
-        fits = min(*x.shape, *sides) > 0 and all(0 < n <= 256 for n in numbers)
-        if not fits or len(x) not in (1, members) or x.shape[2] != inputs:
+        weight = floats("weight", self.weight, *kernels.own, kernels.outputs, kernels.inputs, *shape.size)
+        bias = None if self.bias is None else floats("bias", self.bias, members, kernels.outputs)
+        numbers = (*shape.stride, *shape.size, *(around + 1 for around in shape.padding))
+        fits = min(x.shape) > 0 and all(0 < n <= 256 for n in numbers) and min(shape.sides(x)) > 0
+        if not fits or len(x) not in (1, members) or x.shape[2] != kernels.inputs:
             raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
-        check_kernels(kernels, weight.numel() // (size[0] * size[1]))
-        return x, weight, bias, Shape(size, tuple(stride), tuple(padding))
+        return x, weight, bias, shape
 
 
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kernels: MemberKernels,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    memory: Memory | None = None,
-) -> Tensor:
+def convolution(x: Tensor, layer: Convolved, memory: Memory | None = None) -> Tensor:
     """Convolve blocked images, of all members or the same for all, with the kernels that each member has.
 
-    `bias` is [members, outputs]. The gradient of a kernel comes from the member that has it; other kernels get zero.
-    Results are written to `memory`.
+    The gradient of a kernel comes from the member that has it; other kernels get zero. Results are written to `memory`.
     """
-    x, weight, bias, shape = Convolved(weight, bias, kernels, stride, padding).checked(x)
-    given = _Given(kernels, shape, 0.0, False, memory or Memory())
+    x, weight, bias, shape = layer.checked(x)
+    given = _Given(layer.kernels, shape, 0.0, False, memory or Memory())
     result: Tensor = _Layer.apply(x, weight, bias, None, None, None, given)[0]  # type: ignore[no-untyped-call]
     return result
-
-
-def check_kernels(kernels: MemberKernels, rows: int) -> None:
-    """Check that lists name kernels of a weight of so many, for as long as they do not change."""
-    held = [one for order in kernels[:3] for one in order[:3]]
-    inputs, outputs, members = kernels.inputs, kernels.outputs, len(kernels.forward.starts)
-    if recall(held, inputs, outputs, rows):
-        return
-    axes = ((outputs, inputs), (inputs, outputs), (inputs, outputs))
-    for order, (lists, axis), kind in zip(kernels[:3], axes, (torch.int16, torch.int16, torch.int32), strict=True):
-        starts, places, at, group = order
-        kinds = ((starts, torch.int32), (places, kind), (at, torch.int32))
-        plain = all(
-            t.dtype == dtype and t.is_cpu and t.layout == torch.strided and t.is_contiguous() for t, dtype in kinds
-        )
-        if not plain or not 1 <= group <= axis or group > MOST_PLACES:
-            raise PluresError(
-                "the lists of kernels must be contiguous whole numbers on the CPU: make them by kernels_of"
-            )
-        groups = -(-axis // group)
-        if len(places) and int(places.min()) < 0:  # before 32 bits become 16
-            raise PluresError("the lists of kernels name places below zero: make them by kernels_of")
-        fits = starts.shape == (members, groups * lists + 1) and places.shape == at.shape and places.dim() == 1
-        if not fits or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < rows):
-            raise PluresError(f"the lists do not fit a weight of {outputs} outputs and {inputs} inputs")
-        check_lists(starts, places.to(torch.int16), groups, group, axis - (groups - 1) * group)
-        if kind is torch.int32 and len(places) and int(places.max()) >= outputs:
-            raise PluresError(f"the lists name outputs that a layer of {outputs} does not have")
-    remember(True, held, inputs, outputs, rows)
 
 
 class _Given(NamedTuple):
@@ -205,26 +166,17 @@ class _Layer(torch.autograd.Function):
     """A convolution, a norm layer, or both: one member after the other, so that it reads what is still in the cache."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        given: _Given,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        kernels, (size, stride, padding), epsilon, relu, memory = given
+    def forward(ctx: Any, *tensors_and_given: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x, weight, bias, residual, scale, shift, given = tensors_and_given
+        kernels, shape, epsilon, relu, memory = given
         steps, sums, members = [], x, len(x)
-        if weight is not None and kernels is not None:
+        if weight is not None:
             members = len(kernels.forward.starts)
-            sides = [(x.shape[3 + i] + 2 * padding[i] - size[i]) // stride[i] + 1 for i in (0, 1)]
-            sums = memory.empty(members, x.shape[1], kernels.outputs, *sides, x.shape[5])
-            values = weight.reshape(-1, size[0] * size[1]).index_select(0, kernels.forward.rows)
-            steps.append((_CONVOLUTION, _sums(x, values, bias, kernels.forward, sums, given.shape)))
+            sums = memory.empty(members, x.shape[1], kernels.outputs, *shape.sides(x), x.shape[5])
+            values = weight.reshape(-1, math.prod(shape.size)).index_select(0, kernels.forward.rows)
+            steps.append((_CONVOLUTION, _sums(x, values, bias, kernels.forward, sums, shape)))
         y, mean, variance = sums, None, None
-        if scale is not None and shift is not None:
+        if scale is not None:
             y, mean, variance = memory.empty(*sums.shape), torch.empty_like(scale), torch.empty_like(scale)
             tensors = [sums, residual, scale, shift, None, y, mean, variance, None, None, None, None]
             steps.append((_NORM, _norm(tensors, 0, epsilon, relu, backward=False)))
@@ -261,7 +213,21 @@ class _Layer(torch.autograd.Function):
                 _to_input(to_sums, to_x, weight, kernels, shape, steps)
             if needs_weight:
                 to_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-                _to_weight(to_sums, x, to_weight, kernels, shape, steps)
+                order = kernels.by_input
+                layer = filled(
+                    KernelGradient,
+                    *(x, to_sums, to_weight, order.starts, order.places, order.rows),
+                    *(0 if len(one) == 1 else one.stride(0) for one in (x, to_sums)),
+                    *(
+                        len(order.starts),
+                        *x.shape[1:5],
+                        *to_sums.shape[2:5],
+                        *shape.size,
+                        *shape.stride,
+                        *shape.padding,
+                    ),
+                )
+                steps.append((_GRADIENT, layer))
         _run(steps, len(gradient))
         if weight is not None:
             shared = len(x) < len(gradient)
@@ -319,24 +285,9 @@ def _to_input(
             steps.append((_CONVOLUTION, _sums(gradient, part, None, kernels.backward, target, sides)))
 
 
-def _to_weight(gradient: Tensor, x: Tensor, to: Tensor, kernels: MemberKernels, shape: Shape, steps: _Steps) -> None:
-    order = kernels.by_input
-    layer = filled(
-        KernelGradient,
-        *(x, gradient, to, order.starts, order.places, order.rows),
-        *(0 if len(one) == 1 else one.stride(0) for one in (x, gradient)),
-        *(len(order.starts), *x.shape[1:5], *gradient.shape[2:5], *shape.size, *shape.stride, *shape.padding),
-    )
-    steps.append((_GRADIENT, layer))
-
-
 def norm(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batches: Tensor,
+    tables: Sequence[Tensor],
     momentum: float,
     epsilon: float,
     residual: Tensor | None = None,
@@ -347,12 +298,12 @@ def norm(
 ) -> Tensor:
     """Normalise blocked images of each member by the statistics of its batch, and update the running ones.
 
-        y = norm(x, weight, bias, mean, variance, batches, 0.1, 1e-5, shortcut, relu=True)
+        y = norm(x, [weight, bias, mean, variance, batches], 0.1, 1e-5, shortcut, relu=True)
 
-    Weights and statistics are [members, channels], the number of batches [members]. The images are first convolved if
-    the norm layer comes after a convolution.
+    Tables are [members, channels], the number of batches [members]. The images are first convolved if the norm layer
+    comes after a convolution.
     """
-    members, channels = floats("norm layer", weight, None, None).shape
+    members, channels = floats("norm layer", tables[0], None, None).shape
     kernel: list[Any] = [None, None]
     shape = Shape((), (), ())
     if after is None:
@@ -363,16 +314,16 @@ def norm(
     if (outputs[0], outputs[2]) != (members, channels):
         raise PluresError(f"a norm layer of {members} x {channels} channels does not fit outputs {tuple(outputs)}")
     residual = None if residual is None else floats("shortcut", residual, *outputs)
-    tables = [floats("norm layer", table, members, channels) for table in (weight, bias, running_mean, running_var)]
+    scale, shift, *_ = (floats("norm layer", table, members, channels) for table in tables[:4])
     if min(x.shape) < 1:
         raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:5])}")
     given = _Given(None if after is None else after.kernels, shape, epsilon, relu, memory or Memory())
-    result, mean, variance = _Layer.apply(x, *kernel, residual, *tables[:2], given)  # type: ignore[no-untyped-call]
+    result, *found = _Layer.apply(x, *kernel, residual, scale, shift, given)  # type: ignore[no-untyped-call]
     count = result.numel() // (members * channels)
     with torch.no_grad():
-        batches.add_(1)
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(variance * (count / (count - 1)), momentum)
+        tables[4].add_(1)
+        tables[2].lerp_(found[0], momentum)
+        tables[3].lerp_(found[1] * (count / (count - 1)), momentum)
     return result  # type: ignore[no-any-return]
 
 

@@ -86,10 +86,6 @@ class Members(nn.Module):
         found: Tensor = getattr(self.network.get_submodule(path), attribute)
         return found
 
-    def is_private(self, name: str) -> bool:
-        """Return whether each member has such a tensor for itself."""
-        return self.private.stack(self._places[name]) is not None
-
     def kernels(self, name: str) -> Tensor | None:
         """Return the kernels of a split weight that each member has, [members, outputs, inputs]; None if only parts."""
         first = self._places[name]
