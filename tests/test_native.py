@@ -392,21 +392,22 @@ def test_training_refuses_what_does_not_fit(damage):
         given[place] = DAMAGES[damage](given[place])
         if (place, damage) != (0, "shorter"):  # fewer images
             with pytest.raises(PluresError):
-                training.convolution(given[0], layer._replace(weight=given[1], bias=given[2]))
+                training.run_layers(given[0], layer._replace(weight=given[1], bias=given[2]))
     for stride, padding in ((0, (1, 1)), (-1, (1, 1)), (2**40, (1, 1)), (1, (-1, 1)), (1, (2**40, 1))):
         with pytest.raises(PluresError):
-            training.convolution(x, layer._replace(stride=(stride, stride), padding=padding))
+            training.run_layers(x, layer._replace(stride=(stride, stride), padding=padding))
     tables = [torch.ones(1, 6) for _ in range(4)]
-    batches = torch.zeros(1, dtype=torch.int64)
+    rest = (torch.zeros(1, dtype=torch.int64), 0.1, 1e-5)
+    normed = training.Normed(*tables, *rest)
     if damage != "shorter":
         with pytest.raises(PluresError):
-            training.norm(DAMAGES[damage](x), [*tables, batches], 0.1, 1e-5)
+            training.run_layers(DAMAGES[damage](x), None, normed)
     with pytest.raises(PluresError):
-        training.norm(x, [*tables, batches], 0.1, 1e-5, DAMAGES[damage](x))
+        training.run_layers(x, None, normed, DAMAGES[damage](x))
     for place in range(4):
         given = [*tables[:place], DAMAGES[damage](tables[place]), *tables[place + 1 :]]
         with pytest.raises(PluresError):
-            training.norm(x, [*given, batches], 0.1, 1e-5)
+            training.run_layers(x, None, training.Normed(*given, *rest))
 
 
 # ---- finding, compiling and loading ----

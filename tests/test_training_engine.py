@@ -23,7 +23,7 @@ from plures.methods.orthogonal_dropout.masks import mask_of
 from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
 from plures.native import library
 from plures.native.rows import LinearLayer, linear
-from plures.native.training import Convolved, Memory, blocked, convolution, kernels_of, norm, unblocked
+from plures.native.training import Convolved, Memory, Normed, blocked, kernels_of, run_layers, unblocked
 from plures.stage import Stage
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
@@ -49,7 +49,7 @@ def agrees(found: Tensor, expected: Tensor, within: float = 1e-5) -> None:
 def normed(x: Tensor, layer: nn.BatchNorm2d, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     rows = [getattr(layer, name)[None] for name in names]
-    return norm(x, rows, layer.momentum, layer.eps, shortcut, relu=relu)
+    return run_layers(x, None, Normed(*rows, layer.momentum, layer.eps), shortcut, relu)
 
 
 # The functions
@@ -71,8 +71,8 @@ def test_a_norm_layer_after_a_convolution_gives_the_bits_of_both_alone(side, str
         shortcut = torch.ones(layer.shape(x))
         options = {"relu": True, "memory": memory if together else None}
         with with_threads(threads if together else 1):
-            given = (x, layer) if together else (convolution(x, layer), None)
-            y = norm(given[0], [scale, shift, *statistics], 0.1, 1e-5, shortcut, after=given[1], **options)
+            given = (x, layer) if together else (run_layers(x, layer), None)
+            y = run_layers(*given, Normed(scale, shift, *statistics, 0.1, 1e-5), shortcut, **options)
             y.square().sum().backward()
         results.append([y.detach().clone(), *statistics, *(one.grad for one in leaves if one.grad is not None)])
         del y
@@ -107,7 +107,7 @@ def test_a_masked_convolution_and_its_gradients_are_torchs_own(
     to_x, to_weight, *rest = torch.autograd.grad(expected, leaves, gradient)
     with with_threads(threads):
         own = None if bias is None else bias[None]
-        found = unblocked(convolution(blocked(x), Convolved(weight, own, kernels_of(mask[None]), stride, padding)))
+        found = unblocked(run_layers(blocked(x), Convolved(weight, own, kernels_of(mask[None]), stride, padding)))
         gradients = torch.autograd.grad(found, leaves, gradient)
     agrees(found.detach(), expected.detach())
     for one, other in zip(gradients, [to_x, to_weight * mask[:, :, None, None], *rest], strict=True):
@@ -144,7 +144,7 @@ def test_all_members_convolve_at_once_as_each_would_alone(members, sizes, kernel
     gradient = torch.randn(expected.shape, generator=random)
     given_blocked = blocked(x, 1 if shared else members)
     layer = Convolved(weight, bias, kernels_of(mine, private), (stride, stride), (1, 1))
-    found = unblocked(convolution(given_blocked, layer))
+    found = unblocked(run_layers(given_blocked, layer))
     agrees(found.detach(), expected.detach())
     for one, other in zip(
         *(torch.autograd.grad(y, (x, weight, bias), gradient) for y in (found, expected)), strict=True
@@ -534,10 +534,10 @@ def test_tensors_of_any_strides_are_read_right():
     mask = torch.ones(4, 3, dtype=torch.bool)
     x, weight, bias = torch.randn(BATCH, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.arange(8.0)[::2]
     layer = Convolved(weight, bias[None], kernels_of(mask[None]), (1, 1), (1, 1))
-    found = unblocked(convolution(blocked(x), layer))
+    found = unblocked(run_layers(blocked(x), layer))
     agrees(found, F.conv2d(x, weight, bias, padding=1))
     with pytest.raises(plures.PluresError, match="float32"):
-        convolution(blocked(x), layer._replace(bias=bias[None].double()))
+        run_layers(blocked(x), layer._replace(bias=bias[None].double()))
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():
@@ -549,7 +549,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
     for threads in (1, 2, 3):
         with with_threads(threads):
             layer = nn.BatchNorm2d(20)
-            convolved = convolution(x, Convolved(weight, None, kernels_of(mask[None]), (1, 1), (1, 1)))
+            convolved = run_layers(x, Convolved(weight, None, kernels_of(mask[None]), (1, 1), (1, 1)))
             y = normed(convolved, layer, relu=True)
             found.append([y.detach(), *torch.autograd.grad(y, (x, weight, layer.weight), torch.ones_like(y))])
     for others in found[1:]:

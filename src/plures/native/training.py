@@ -8,6 +8,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -133,22 +134,68 @@ class Convolved(NamedTuple):
         x = floats("images", x, *[None] * 5, load().lanes)
         weight = floats("weight", self.weight, *kernels.own, kernels.outputs, kernels.inputs, *shape.size)
         bias = None if self.bias is None else floats("bias", self.bias, members, kernels.outputs)
-        numbers = (*shape.stride, *shape.size, *(around + 1 for around in shape.padding))
+        numbers = (*shape.size, *shape.stride, *(around + 1 for around in shape.padding))
         fits = min(x.shape) > 0 and all(0 < n <= 256 for n in numbers) and min(shape.sides(x)) > 0
         if not fits or len(x) not in (1, members) or x.shape[2] != kernels.inputs:
             raise PluresError(f"a weight {tuple(weight.shape)} cannot run over images {tuple(x.shape)}")
         return x, weight, bias, shape
 
 
-def convolution(x: Tensor, layer: Convolved, memory: Memory | None = None) -> Tensor:
-    """Convolve blocked images, of all members or the same for all, with the kernels that each member has.
+class Normed(NamedTuple):
+    """A batch norm of every member: tables [members, channels], and the number of batches, [members]."""
 
-    The gradient of a kernel comes from the member that has it; other kernels get zero. Results are written to `memory`.
+    weight: Tensor
+    bias: Tensor
+    mean: Tensor
+    variance: Tensor
+    batches: Tensor
+    momentum: float
+    epsilon: float
+
+    def update(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Update the running statistics by those of a batch with `count` numbers in a channel."""
+        with torch.no_grad():
+            self.batches.add_(1)
+            self.mean.lerp_(mean, self.momentum)
+            self.variance.lerp_(variance * (count / (count - 1)), self.momentum)
+
+
+def run_layers(
+    x: Tensor,
+    convolved: Convolved | None = None,
+    normed: Normed | None = None,
+    shortcut: Tensor | None = None,
+    relu: bool = False,
+    memory: Memory | None = None,
+) -> Tensor:
+    """Convolve blocked images, of all members or the same for all, and normalise those of each member by their batch.
+
+        y = run_layers(x, Convolved(weight, bias, kernels, (1, 1), (1, 1)), Normed(...), shortcut, relu=True)
+
+    One of both may be left out; the shortcut and the ReLU come after the norm layer. The gradient of a kernel comes
+    from the member that has it; other kernels get zero. Results are written to `memory`.
     """
-    x, weight, bias, shape = layer.checked(x)
-    given = _Given(layer.kernels, shape, 0.0, False, memory or Memory())
-    result: Tensor = _Layer.apply(x, weight, bias, None, None, None, given)[0]  # type: ignore[no-untyped-call]
-    return result
+    tensors: list[Tensor | None] = [None] * 5
+    kernels, shape, epsilon = None, Shape((), (), ()), 0.0
+    if convolved is not None:
+        x, *tensors[:2], shape = convolved.checked(x)
+        kernels = convolved.kernels
+    if normed is not None:
+        members, channels = floats("norm layer", normed.weight, None, None).shape
+        if convolved is None:
+            x = floats("images", x, members, None, channels, None, None, load().lanes)
+        outputs = x.shape if convolved is None else convolved.shape(x)
+        if (outputs[0], outputs[2]) != (members, channels) or min(x.shape) < 1:
+            raise PluresError(f"a norm layer of {members} x {channels} channels does not fit outputs {tuple(outputs)}")
+        tensors[2] = None if shortcut is None else floats("shortcut", shortcut, *outputs)
+        tables = (normed.weight, normed.bias, normed.mean, normed.variance)
+        tensors[3:] = [floats("norm layer", table, members, channels) for table in tables][:2]
+        epsilon = normed.epsilon
+    given = _Given(kernels, shape, epsilon, relu, memory or Memory())
+    result, *found = _Layer.apply(x, *tensors, given)  # type: ignore[no-untyped-call]
+    if normed is not None:
+        normed.update(found[0], found[1], result.numel() // normed.weight.numel())
+    return result  # type: ignore[no-any-return]
 
 
 class _Given(NamedTuple):
@@ -218,14 +265,7 @@ class _Layer(torch.autograd.Function):
                     KernelGradient,
                     *(x, to_sums, to_weight, order.starts, order.places, order.rows),
                     *(0 if len(one) == 1 else one.stride(0) for one in (x, to_sums)),
-                    *(
-                        len(order.starts),
-                        *x.shape[1:5],
-                        *to_sums.shape[2:5],
-                        *shape.size,
-                        *shape.stride,
-                        *shape.padding,
-                    ),
+                    *(len(order.starts), *x.shape[1:5], *to_sums.shape[2:5], *chain(*shape)),
                 )
                 steps.append((_GRADIENT, layer))
         _run(steps, len(gradient))
@@ -253,7 +293,7 @@ def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tenso
         Convolution,
         *(x, None, values, bias, order.starts, order.places, y),
         *(0 if len(x) == 1 else x.stride(0), 0, 0, y.stride(2), y.stride(3), y.stride(4)),
-        *(len(bias), *x.shape[1:5], *y.shape[2:5], *shape.size, *shape.stride, *shape.padding),
+        *(len(bias), *x.shape[1:5], *y.shape[2:5], *chain(*shape)),
         *(x.shape[5], order.group, True, False),
     )
 
@@ -283,48 +323,6 @@ def _to_input(
             part = flipped[:, taps[0][0] :: stride[0], taps[1][0] :: stride[1]].flatten(1).contiguous()
             sides = Shape((len(taps[0]), len(taps[1])), (1, 1), tuple(around))
             steps.append((_CONVOLUTION, _sums(gradient, part, None, kernels.backward, target, sides)))
-
-
-def norm(
-    x: Tensor,
-    tables: Sequence[Tensor],
-    momentum: float,
-    epsilon: float,
-    residual: Tensor | None = None,
-    *,
-    relu: bool = False,
-    memory: Memory | None = None,
-    after: Convolved | None = None,
-) -> Tensor:
-    """Normalise blocked images of each member by the statistics of its batch, and update the running ones.
-
-        y = norm(x, [weight, bias, mean, variance, batches], 0.1, 1e-5, shortcut, relu=True)
-
-    Tables are [members, channels], the number of batches [members]. The images are first convolved if the norm layer
-    comes after a convolution.
-    """
-    members, channels = floats("norm layer", tables[0], None, None).shape
-    kernel: list[Any] = [None, None]
-    shape = Shape((), (), ())
-    if after is None:
-        x = floats("images", x, members, None, channels, None, None, load().lanes)
-    else:
-        x, *kernel, shape = after.checked(x)
-    outputs = x.shape if after is None else after.shape(x)
-    if (outputs[0], outputs[2]) != (members, channels):
-        raise PluresError(f"a norm layer of {members} x {channels} channels does not fit outputs {tuple(outputs)}")
-    residual = None if residual is None else floats("shortcut", residual, *outputs)
-    scale, shift, *_ = (floats("norm layer", table, members, channels) for table in tables[:4])
-    if min(x.shape) < 1:
-        raise PluresError(f"a norm layer of {channels} channels cannot run over images {tuple(x.shape[1:5])}")
-    given = _Given(None if after is None else after.kernels, shape, epsilon, relu, memory or Memory())
-    result, *found = _Layer.apply(x, *kernel, residual, scale, shift, given)  # type: ignore[no-untyped-call]
-    count = result.numel() // (members * channels)
-    with torch.no_grad():
-        tables[4].add_(1)
-        tables[2].lerp_(found[0], momentum)
-        tables[3].lerp_(found[1] * (count / (count - 1)), momentum)
-    return result  # type: ignore[no-any-return]
 
 
 def _norm(tensors: list[Tensor | None], apart: int, epsilon: float, relu: bool, backward: bool) -> Any:

@@ -1,7 +1,7 @@
 """Run a traced network for all members: on blocked images where it can be, and side by side in the batch elsewhere."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -14,28 +14,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plures.graph import is_of_torch
 from plures.methods.orthogonal_dropout.training_plan import GROUPED, LinearRun, Plan, can_norm
 from plures.native.rows import LinearLayer, linear
-from plures.native.training import Convolved, Memory, blocked, convolution, norm, unblocked
+from plures.native.training import Convolved, Memory, Normed, blocked, run_layers, unblocked
 
 
 @dataclass(eq=False)
 class Blocked:
-    """Blocked images; after a layer that waits for what follows it, what comes before it.
-
-    `after` is a convolution that waits for its norm layer.
-    """
+    """Blocked images, and the layers that wait for what follows them."""
 
     values: Tensor
-    finish: Callable[..., Tensor] | None = None
-    shortcut: Any = None
-    after: Convolved | None = None
+    memory: Memory
+    convolved: Convolved | None = None
+    normed: Normed | None = None
+    shortcut: Tensor | None = None
 
     def shape(self) -> tuple[int, ...]:
         """Return the shape that it will have."""
-        return self.values.shape if self.after is None else self.after.shape(self.values)
+        return self.values.shape if self.convolved is None else self.convolved.shape(self.values)
 
     def now(self, relu: bool = False) -> Tensor:
-        """Normalise, if a norm layer still waits."""
-        return self.values if self.finish is None else self.finish(self.values, self.shortcut, relu=relu)
+        """Run the layers that wait."""
+        if self.convolved is None and self.normed is None:
+            return self.values
+        return run_layers(self.values, self.convolved, self.normed, self.shortcut, relu, self.memory)
 
     def plain(self) -> Tensor:
         """Return the samples one after the other, member after member."""
@@ -79,44 +79,40 @@ class SideBySide(fx.Interpreter):
             return self._convolved(n, args[0])
         if n not in self.plan.blocked:
             return self._on_plain(n, args, kwargs)
+        given = args[0]
         if self.traced.is_layer(n, nn.BatchNorm2d):
-            values = args[0].now() if args[0].after is None else args[0].values
-            return self._finished(n, Blocked(values, self._norm(n, args[0].after), None, args[0].after))
-        if self.traced.is_relu(n) and args[0].finish is not None:
-            return Blocked(args[0].now(relu=True))
+            images = given if given.normed is None else self._blocked(given.now())
+            return self._finished(n, replace(images, normed=self._norm(n)))
+        if self.traced.is_relu(n) and given.normed is not None:
+            return self._blocked(given.now(relu=True))
         if self.traced.is_sum(n) and not self.plan.waiting.isdisjoint(n.all_input_nodes):
             waiting, other = args if n.all_input_nodes[0] in self.plan.waiting else args[::-1]
             shortcut = other.now()
-            if shortcut.shape != waiting.shape():  # they broadcast
-                return Blocked(waiting.now() + shortcut)
-            return self._finished(n, Blocked(waiting.values, waiting.finish, shortcut, waiting.after))
-        return Blocked(self._call(n, args, kwargs, Blocked.now))
+            if shortcut.shape == waiting.shape():
+                return self._finished(n, replace(waiting, shortcut=shortcut))
+            return self._blocked(waiting.now() + shortcut)  # they broadcast
+        return self._blocked(self._call(n, args, kwargs, Blocked.now))
+
+    def _blocked(self, values: Tensor) -> Blocked:
+        return Blocked(values, self.memory)
 
     def _convolved(self, node: fx.Node, given: Any) -> Blocked:
         image = cast(nn.Conv2d, self.traced.layers[node])
         members = self.subject.members if node.args[0] in self.plan.apart else 1
         values = given.now() if isinstance(given, Blocked) else blocked(given, members)
-        weight, bias = self._held(node)
         padding = cast(tuple[int, int], image.padding)
-        after = Convolved(weight, bias, self.plan.kernels[node], image.stride, padding)
-        if node in self.plan.waiting:
-            return Blocked(values, lambda x, *_, **__: convolution(x, after, self.memory), None, after)
-        return Blocked(convolution(values, after, self.memory))
+        convolved = Convolved(*self._held(node), self.plan.kernels[node], image.stride, padding)
+        return self._finished(node, Blocked(values, self.memory, convolved))
 
-    def _norm(self, node: fx.Node, after: Convolved | None) -> Callable[..., Tensor]:
-        layer = cast(nn.BatchNorm2d, self.traced.layers[node])
+    def _norm(self, node: fx.Node) -> Normed:
+        layer: Any = self.traced.layers[node]
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-        tables = [self.subject.rows(f"{node.target}.{name}") for name in names]
-        momentum, epsilon, memory = cast(float, layer.momentum), layer.eps, self.memory
-
-        def finish(x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
-            return norm(x, tables, momentum, epsilon, shortcut, relu=relu, memory=memory, after=after)
-
-        return finish
+        tables = (self.subject.rows(f"{node.target}.{name}") for name in names)
+        return Normed._make((*tables, layer.momentum, layer.eps))
 
     def _finished(self, node: fx.Node, value: Blocked) -> Blocked:
-        """Leave a norm layer waiting for its only user, which takes it along; otherwise run it."""
-        return value if node in self.plan.waiting else Blocked(value.now())
+        """Leave layers waiting for their only user, which takes them along; otherwise run them."""
+        return value if node in self.plan.waiting else self._blocked(value.now())
 
     def _held(self, node: fx.Node) -> tuple[Tensor, Tensor | None]:
         """Return the weight of a layer, of all members or of each, and each member's bias."""
