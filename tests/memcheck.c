@@ -25,9 +25,10 @@ static float *numbers(int64_t count) {
 
 static double convolution(int lanes) {
     const int usual = below(2); /* 3x3 kernels over maps of even size, which may be read where they are */
-    const int members = 2 + below(3), images = 1 + below(usual ? 6 : 2), channels = 1 + below(40), outputs = 1 + below(10), k = usual ? 3 : 1 + below(4);
-    const int stride = 1 + below(usual ? 2 : 3), padding = usual ? 1 : below(3), whole = usual || below(2), taps = k * k, group = 1 + below(channels);
-    int height = usual ? (1 << (1 + below(3))) * stride : 1 + below(12), width = usual ? (below(2) ? height : (1 << below(4)) * stride) : 1 + below(12);
+    const int members = 2 + below(3), images = 1 + below(usual ? 6 : 2), channels = 1 + below(40), outputs = 1 + below(10), k = usual ? 3 : 1 + below(5);
+    const int stride = 1 + below(usual ? 2 : 3), padding = usual ? 1 : below(3), whole = usual || below(2), relu = below(3) ? below(2) : 6, taps = k * k, group = 1 + below(channels);
+    const int most = below(12) ? 12 : 80 / k; /* large maps are cut into strips */
+    int height = usual ? (1 << (1 + below(3))) * stride : 1 + below(most), width = usual ? (below(2) ? height : (1 << below(4)) * stride) : 1 + below(most);
     if (height + 2 * padding < k) height = k;
     if (width + 2 * padding < k) width = k;
     const int out_height = (height + 2 * padding - k) / stride + 1, out_width = (width + 2 * padding - k) / stride + 1;
@@ -57,9 +58,9 @@ static double convolution(int lanes) {
             }
     float *x = numbers(members * images * channels * map), *bias = numbers(members * outputs);
     float *added = numbers(members * images * outputs * out_map), *y = numbers(members * images * outputs * out_map);
-    const Convolution layer = {x, added, values, bias, starts, places, y, images * channels * map, (int64_t)height * width, 1,
+    const Convolution layer = {x, added, values, bias, starts, places, y, images * channels * map,
                                (int64_t)out_height * out_width * lanes, (int64_t)out_width * lanes, lanes, members, images, channels, height, width, outputs,
-                               out_height, out_width, k, k, stride, stride, padding, padding, lanes, group, whole, 0};
+                               out_height, out_width, k, k, stride, stride, padding, padding, lanes, group, whole, relu};
     plures_convolution(plures_kernels("portable"), &layer, 1 + below(3));
     double worst = 0;
     for (int m = 0; m < members; m++)
@@ -77,6 +78,7 @@ static double convolution(int lanes) {
                             sum += (double)weight[((int64_t)(m * outputs + o) * channels + c) * taps + t] *
                                    x[from + ((int64_t)from_y * width + from_x) * lanes + lane];
                         }
+                    if (relu) sum = fmax(0, relu == 6 ? fmin(sum, 6) : sum);
                     worst = fmax(worst, fabs(sum - y[place]));
                 }
     free(owner), free(starts), free(places), free(values), free(weight), free(x), free(bias), free(added), free(y);

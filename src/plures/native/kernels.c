@@ -7,6 +7,7 @@
 #include "owned.h"
 #include "vectors.h"
 #include "rows.h"
+#include "channels.h"
 
 extern const TrainingKernels TRAINING;
 
@@ -193,7 +194,7 @@ ALWAYS void tile_outputs(const Tile *t, const int small, const int kind, const i
             const int full = t->below == high && t->beside == wide && (!small || t->behind == TILE / 4);
             if (c->residual) /* what lies outside the map is added in vain */
                 EACH_OUTPUT(row < t->below && column < t->beside && block < t->behind, sums[i] += load(c->residual + place))
-            if (c->relu) UNROLL for (int i = 0; i < TILE; i++) sums[i] = positive(sums[i]);
+            if (c->relu) UNROLL for (int i = 0; i < TILE; i++) sums[i] = activated(sums[i], c->relu);
             if (full)
                 EACH_OUTPUT(1, store(c->output + place, sums[i]))
             else
@@ -301,8 +302,14 @@ static Patch patch_of(const Convolution *c) {
 }
 
 static void pack_pixels(const Convolution *c, const Patch *p, const float *map, int y, int x, float *packed) {
-    const int64_t across = c->input_pixel_stride;
-    for (int channel = 0; channel < c->channels; channel++, map += c->input_channel_stride)
+    const int64_t next = (int64_t)c->height * c->width;
+    if (c->kernel_height * c->kernel_width == 1 && c->stride_y * c->stride_x == 1 && !c->padding_y && !c->padding_x) { /* pixels in a row */
+        for (int channel = 0; channel < c->channels; channel++, map += next, packed += p->channel_size)
+            copy_floats(packed, map + (int64_t)y * c->width + x, least(p->channel_size, next - (int64_t)y * c->width - x));
+        memset(packed, 0, sizeof(float) * LONGEST * LANES);
+        return;
+    }
+    for (int channel = 0; channel < c->channels; channel++, map += next)
         for (int kx = 0; kx < c->kernel_width; kx++)
             for (int phase = 0; phase < p->phases; phase++)
                 for (int line = 0; line < p->lines; line++, packed += p->columns) {
@@ -310,14 +317,14 @@ static void pack_pixels(const Convolution *c, const Patch *p, const float *map, 
                     const int left = x * c->stride_x + kx - c->padding_x;
                     int column = 0;
                     if (from_y >= 0 && from_y < c->height) {
-                        const float *from = map + (int64_t)from_y * c->width * across;
+                        const float *from = map + (int64_t)from_y * c->width;
                         const int outside = left < 0 ? up(-left, c->stride_x) : 0;
                         const int inside = c->width > left ? least(p->columns, up(c->width - left, c->stride_x)) : 0;
                         for (; column < outside && column < p->columns; column++) packed[column] = 0;
-                        if (c->stride_x == 1 && across == 1)
+                        if (c->stride_x == 1)
                             for (; column < inside; column++) packed[column] = from[left + column];
                         else
-                            for (; column < inside; column++) packed[column] = from[(left + column * c->stride_x) * across];
+                            for (; column < inside; column++) packed[column] = from[left + column * c->stride_x];
                     }
                     for (; column < p->columns; column++) packed[column] = 0;
                 }
@@ -339,23 +346,21 @@ ALWAYS void tap_pixels(vector *sums, const float *p, float value, const int vect
     UNROLL for (int i = 0; i < vectors; i++) ADD_PRODUCT_FROM(sums[i], weight, p + i * LANES);
 }
 
+/* The outputs of a tile lie in a row: it has whole rows of the map, or a part of one. */
 static void write_pixels(const Pixels *t, int output, const float *sums) {
     const Convolution *c = t->layer;
-    const int64_t pixels = (int64_t)c->output_height * c->output_width, across = c->output_pixel_stride;
-    const int64_t image = ((int64_t)t->member * c->images + t->image) * c->outputs * pixels;
-    for (int row = 0; row < t->rows; row++, sums += t->patch.columns) {
-        const int64_t pixel = (int64_t)(t->y + row) * c->output_width + t->x;
-        const int64_t at = image + output * c->output_channel_stride + pixel * across;
-        float sum[LONGEST * LANES];
-        for (int i = 0; i < t->columns; i++) sum[i] = sums[i];
-        if (c->residual)
-            for (int i = 0; i < t->columns; i++) sum[i] += c->residual[at + i * across];
-        if (c->relu)
-            for (int i = 0; i < t->columns; i++) sum[i] = sum[i] < 0 ? 0 : sum[i];
-        if (across == 1)
-            for (int i = 0; i < t->columns; i++) c->output[at + i] = sum[i];
-        else
-            for (int i = 0; i < t->columns; i++) c->output[at + i * across] = sum[i];
+    const int count = t->rows * t->columns;
+    const int64_t at = (((int64_t)t->member * c->images + t->image) * c->outputs + output) * c->output_height * c->output_width + (int64_t)t->y * c->output_width + t->x;
+    for (int i = 0; i < count; i += LANES) {
+        const int here = least(LANES, count - i);
+        vector sum = load(sums + i), added = splat(0);
+        if (c->residual) {
+            if (here == LANES) added = load(c->residual + at + i);
+            else memcpy(&added, c->residual + at + i, sizeof(float) * here);
+        }
+        sum = activated(sum + added, c->relu);
+        if (here == LANES) store(c->output + at + i, sum);
+        else memcpy(c->output + at + i, &sum, sizeof(float) * here);
     }
 }
 
@@ -464,7 +469,11 @@ typedef struct {
 /* So fine that all threads have something to do. What is computed does not depend on it. */
 static Cut cut_of(const Convolution *c, int threads) {
     Cut cut;
-    if (c->lanes == 1) {
+    if (is_sparse(c)) {
+        cut.rows = c->output_height;
+        cut.columns = c->output_width;
+        cut.together = 1;
+    } else if (c->lanes == 1) {
         cut.rows = patch_rows(c);
         cut.columns = patch_columns(c);
         cut.together = 1;
@@ -490,6 +499,7 @@ static int64_t convolution_items(const Convolution *c, int threads) {
 }
 
 static int64_t convolution_scratch(const Convolution *c) {
+    if (is_sparse(c)) return channels_scratch(c);
     const Window w = window_of(c);
     const int64_t packed = c->lanes == 1 ? c->channels * patch_of(c).channel_size + LONGEST * LANES : w.direct ? 0 : w.blocks * w.block_size;
     const int64_t sums = (int64_t)c->outputs * LANES * (c->lanes == 1 ? LONGEST : TILE);
@@ -503,7 +513,8 @@ static void convolution_item(const Convolution *c, int threads, int64_t item, vo
     const int x = item % cut.across * cut.columns, y = item / cut.across % cut.down * cut.rows;
     item /= cut.across * cut.down;
     const int image = item % cut.images * cut.together, member = item / cut.images;
-    (c->lanes == 1 ? pixel_tile : image_tiles)(c, member, image, y, x, first, last, scratch);
+    if (is_sparse(c)) channels_item(c, member, image, first, last, scratch);
+    else (c->lanes == 1 ? pixel_tile : image_tiles)(c, member, image, y, x, first, last, scratch);
 }
 
 const Kernels NAME = {

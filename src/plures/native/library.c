@@ -241,7 +241,7 @@ static void affine_item(const Job *job, int64_t item, void *scratch) {
     if (a->relu)
         for (int64_t i = 0; i < a->pixels; i++) {
             const float value = from[i] * factor + shift;
-            to[i] = value < 0 ? 0 : value;
+            to[i] = value < 0 ? 0 : a->relu == 6 && value > 6 ? 6 : value;
         }
     else
         for (int64_t i = 0; i < a->pixels; i++) to[i] = from[i] * factor + shift;

@@ -38,12 +38,12 @@ _LISTS = "Tensor starts, Tensor places, Tensor values, Tensor bias"
 _operators = torch.library.Library("plures", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
     f"convolution(Tensor x, Tensor? residual, {_LISTS}, int[] kernel, int[] stride, int[] padding, int inputs, "
-    "int group, bool whole, bool relu) -> Tensor",
+    "int group, bool whole, int relu) -> Tensor",
     "linear(Tensor x, Tensor starts, Tensor places, Tensor weights, Tensor owners, Tensor bias, Tensor ids, "
     "int[] sizes) -> Tensor",
     "block(Tensor x, int members, int lanes) -> Tensor",
     "unblock(Tensor x, int images) -> Tensor",
-    "affine(Tensor x, Tensor factor, Tensor shift, bool relu) -> Tensor",
+    "affine(Tensor x, Tensor factor, Tensor shift, int relu) -> Tensor",
 )
 for _schema in _SCHEMAS:
     _operators.define(_schema)  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ def _convolution(
     inputs: int,
     group: int,
     whole: bool,
-    relu: bool,
+    relu: int,
 ) -> Tensor:
     library = load()
     pairs = len(kernel) == len(stride) == len(padding) == 2
@@ -99,7 +99,7 @@ def _convolution(
         Convolution,
         *(x, residual, values, bias, starts, places, output),
         0 if x.shape[0] == 1 else x.stride(0),
-        *(height * width, 1, output.stride(2), output.stride(3), output.stride(4)),
+        *(output.stride(2), output.stride(3), output.stride(4)),
         *(members, images, channels, height, width, outputs, output.shape[3], output.shape[4]),
         *(*kernel, *stride, *padding, lanes, group, whole, relu),
     )
@@ -220,7 +220,7 @@ def _relay(library: Library, plain: Tensor, blocked: Tensor, back: bool) -> None
         library.run("plures_block", layout, int(back))
 
 
-def _affine(x: Tensor, factor: Tensor, shift: Tensor, relu: bool) -> Tensor:
+def _affine(x: Tensor, factor: Tensor, shift: Tensor, relu: int) -> Tensor:
     x, factor = _ready(x, 6, factor, factor.shape[-1] if factor.dim() else 0)
     members, channels = factor.shape
     shift = floats("shifts", shift, members, channels)

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include "training.h"
 
-#define PLURES_INTERFACE 8 /* raised with every change of the structures or functions below */
+#define PLURES_INTERFACE 9 /* raised with every change of the structures or functions below */
 
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
    side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
@@ -17,11 +17,10 @@ typedef struct {
     const uint16_t *places;
     float *output;
     int64_t input_member_stride; /* in floats; 0 where all members see the same input */
-    int64_t input_channel_stride, input_pixel_stride; /* in floats; used where lanes is 1 */
-    int64_t output_channel_stride, output_row_stride, output_pixel_stride; /* of output and residual, in floats */
+    int64_t output_channel_stride, output_row_stride, output_pixel_stride; /* of output and residual, in floats; usual if lanes is 1 */
     int32_t members, images, channels, height, width, outputs, output_height, output_width;
     int32_t kernel_height, kernel_width, stride_y, stride_x, padding_y, padding_x;
-    int32_t lanes, group, whole, relu;
+    int32_t lanes, group, whole, relu; /* relu: 0 is none, 1 a ReLU, 6 one that ends at 6 (ReLU6) */
 } Convolution;
 
 /* The weights of a linear layer that the members own, one list per (member, group of inputs, output), as above: `places` are inputs of the
@@ -65,7 +64,7 @@ typedef struct {
     int32_t images, channels, height, width, lanes;
 } Blocking;
 
-/* output = [relu](input * factor + shift), factors per member and channel; same layout as a convolution's. */
+/* output = relu(input * factor + shift), factors per member and channel; layout and relu as those of a convolution. */
 typedef struct {
     const float *input, *factor, *shift;
     float *output;

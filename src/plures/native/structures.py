@@ -29,7 +29,7 @@ def _structure(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
 Convolution = _structure(
     "Convolution",
     (_POINTER, "input residual values bias starts places output"),
-    (_LONG, "input_member_stride input_channel_stride input_pixel_stride"),
+    (_LONG, "input_member_stride"),
     (_LONG, "output_channel_stride output_row_stride output_pixel_stride"),
     (_INT, "members images channels height width outputs output_height output_width kernel_height kernel_width"),
     (_INT, "stride_y stride_x padding_y padding_x lanes group whole relu"),

@@ -292,7 +292,7 @@ def _sums(x: Tensor, values: Tensor, bias: Tensor | None, order: Order, y: Tenso
     return filled(
         Convolution,
         *(x, None, values, bias, order.starts, order.places, y),
-        *(0 if len(x) == 1 else x.stride(0), 0, 0, y.stride(2), y.stride(3), y.stride(4)),
+        *(0 if len(x) == 1 else x.stride(0), y.stride(2), y.stride(3), y.stride(4)),
         *(len(bias), *x.shape[1:5], *y.shape[2:5], *chain(*shape)),
         *(x.shape[5], order.group, True, False),
     )

@@ -27,6 +27,13 @@ ALWAYS vector load(const float *p) { return *(const vector *)p; }
 ALWAYS void store(float *p, vector v) { *(vector *)p = v; }
 ALWAYS vector splat(float value) { return value - (vector){0}; }
 ALWAYS vector positive(vector v) { return (vector)((mask)v & ~(mask)(v < splat(0))); } /* keeps NaN, as torch does */
+/* What an activation makes of sums: 0 is none, 1 a ReLU, and 6 one that ends at 6. */
+ALWAYS vector activated(vector v, int relu) {
+    if (!relu) return v;
+    const mask above = (mask)(v > splat(6)) & (relu == 6 ? -1 : 0);
+    return positive((vector)(((mask)splat(6) & above) | ((mask)v & ~above)));
+}
+ALWAYS float activated_number(float value, int relu) { return !relu ? value : value < 0 ? 0 : relu == 6 && value > 6 ? 6 : value; }
 ALWAYS int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

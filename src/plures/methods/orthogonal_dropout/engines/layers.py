@@ -120,14 +120,14 @@ class Parts:
 
 
 class OwnedConvolution(OfMembers):
-    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU if told to."""
+    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU (1) or ReLU6 (6) if told to."""
 
     starts: Tensor
     places: Tensor
     values: Tensor
     bias: Tensor
 
-    def __init__(self, layer: nn.Conv2d, parts: Parts, name: str, relu: bool) -> None:
+    def __init__(self, layer: nn.Conv2d, parts: Parts, name: str, relu: int) -> None:
         lists = parts.lists(f"{name}.weight", layer.groups)
         biases = parts.stack(f"{name}.bias", torch.zeros(layer.out_channels)).float().contiguous()
         super().__init__(len(parts.members), starts=lists.starts, bias=biases)
@@ -157,12 +157,12 @@ class OwnedConvolution(OfMembers):
             x,
             shortcut if fused else None,
             *(self.starts, self.places, self.values, self.bias),
-            *(self.kernel, self.stride, self.padding, self.inputs, self.group, self.whole, self.relu and fused),
+            *(self.kernel, self.stride, self.padding, self.inputs, self.group, self.whole, self.relu * fused),
         )
         if shortcut is None or fused:
             return result
         result = result + shortcut  # one that is spread over the map
-        return result.relu() if self.relu else result
+        return F.relu6(result) if self.relu == 6 else result.relu() if self.relu else result
 
 
 class LinearNames(NamedTuple):
@@ -250,7 +250,7 @@ class MembersNorm(OfMembers):
     factor: Tensor
     shift: Tensor
 
-    def __init__(self, layer: nn.Module, parts: Parts, name: str, blocked: bool = False, relu: bool = False) -> None:
+    def __init__(self, layer: nn.Module, parts: Parts, name: str, blocked: bool = False, relu: int = 0) -> None:
         like = layer.running_mean if isinstance(layer, _BatchNorm) else layer.weight
         nothing = torch.zeros_like(cast(Tensor, like))
         factor, shift = parts.stack(f"{name}.weight", nothing + 1), parts.stack(f"{name}.bias", nothing)

@@ -125,9 +125,9 @@ class Rewriter:
         elif self._is_linear(node):
             self._linear(node)
         elif blocked and has_statistics(layer):
-            relu = self.traced.relu_after(node)
-            make = lambda: MembersNorm(layer, self.parts, name, blocked=True, relu=relu is not None)  # noqa: E731
-            made = self._call(f"blocked {name} {relu is not None}", make, self._blocked(node.args[0]))
+            relu, kind = self._relu_after(node)
+            make = lambda: MembersNorm(layer, self.parts, name, blocked=True, relu=kind)  # noqa: E731
+            made = self._call(f"blocked {name} {kind}", make, self._blocked(node.args[0]))
             self.values[node] = self.values[relu or node] = Value(BLOCKED, made)
         elif blocked and self.traced.is_elementwise(node):
             self.values[node] = Value(BLOCKED, self._call(name, lambda: layer, self._blocked(node.args[0])))
@@ -149,10 +149,15 @@ class Rewriter:
             if value is not None and value.layout == BLOCKED:
                 chain.append(following)
                 shortcut = value.node
-        relu = self.traced.relu_after(chain[-1])
-        make = lambda: OwnedConvolution(layer, self.parts, name, relu is not None)  # noqa: E731
+        relu, kind = self._relu_after(chain[-1])
+        make = lambda: OwnedConvolution(layer, self.parts, name, kind)  # noqa: E731
         made = self._call(f"{name} {node.name}", make, self._blocked(node.args[0]), shortcut)
         self.values |= dict.fromkeys([*chain, relu or node], Value(BLOCKED, made))
+
+    def _relu_after(self, node: fx.Node) -> tuple[fx.Node | None, int]:
+        """Return the ReLU or ReLU6 that alone uses a node, and which: 1 or 6, or 0 if there is none."""
+        relu, relu6 = self.traced.relu_after(node), self.traced.relu6_after(node)
+        return relu or relu6, 1 if relu else 6 if relu6 else 0
 
     def _linear(self, node: fx.Node) -> None:
         """Write a linear layer, and with it the ReLUs and linear layers that follow and stand alone."""
