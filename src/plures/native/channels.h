@@ -6,7 +6,7 @@
 #include "owned.h"
 #include "vectors.h"
 
-#define STRIP_FLOATS (LANES == 4 ? 2048 : 4096) /* of a copy: with the sums, it stays in the first cache */
+#define STRIP_FLOATS(lanes) ((lanes) == 1 ? 16384 : LANES == 4 ? 2048 : 4096) /* of a copy: it stays in the first cache, or in the second one if pixels fill the vectors */
 
 typedef struct {
     int columns, rows;   /* of outputs */
@@ -21,7 +21,7 @@ static Strip strip_of(const Convolution *c) {
         s.columns = up(c->output_width, pieces);
         s.wide = s.columns + (c->kernel_width - 1) / c->stride_x;
         const int64_t line = (int64_t)s.across * s.down * s.wide * c->lanes, halo = (c->kernel_height - 1) / c->stride_y;
-        const int64_t fit = STRIP_FLOATS / line - halo;
+        const int64_t fit = STRIP_FLOATS(c->lanes) / line - halo;
         s.rows = fit < 1 ? 1 : least(c->output_height, up(c->output_height, up(c->output_height, fit)));
         s.lines = s.rows + halo;
         if (s.columns == 1 || s.rows == c->output_height || s.rows >= s.columns) break;
@@ -37,7 +37,7 @@ static int is_sparse(const Convolution *c) {
     int64_t kernels = 0;
     for (int member = 0; member < c->members; member++) kernels += c->starts[member * (lists + 1) + lists] - c->starts[member * (lists + 1)];
     const int usual = c->output_pixel_stride == c->lanes && c->output_row_stride == (int64_t)c->output_width * c->lanes;
-    return c->whole && usual && c->kernel_height * c->kernel_width > 1 && kernels <= (int64_t)c->members * c->channels;
+    return c->whole && usual && c->kernel_height * c->kernel_width > 1 && kernels <= (int64_t)c->members * (c->channels > c->outputs ? c->channels : c->outputs);
 }
 
 ALWAYS void copy_floats(float *to, const float *from, int64_t count) {
@@ -52,30 +52,45 @@ ALWAYS void copy_floats(float *to, const float *from, int64_t count) {
         for (int64_t i = 0; i < count; i++) to[i] = from[i];
 }
 
-static void copy_strip(const Convolution *c, const Strip *s, const float *map, int y, int x, float *to) {
-    const int unit = c->lanes, step = c->stride_x;
+/* Every second number. */
+ALWAYS void copy_even(float *to, const float *from, int64_t count) {
+    int64_t i = 0;
+#ifdef PICK
+    if (count > LANES) { /* the last vector begins one number earlier, because the last number may end the memory */
+        for (; i + LANES < count; i += LANES) store(to + i, EVEN(load(from + 2 * i), load(from + 2 * i + LANES)));
+        i = count - LANES;
+        store(to + i, ODD(load(from + 2 * i - 1), load(from + 2 * i - 1 + LANES)));
+        return;
+    }
+#endif
+    for (; i < count; i++) to[i] = from[2 * i];
+}
+
+/* Copy a strip that begins at a row and a column of outputs. Zeros around the map are written if `zeros`, else they are there. */
+ALWAYS void copy_strip(const Convolution *c, const Strip *s, const float *map, int y, int x, int zeros, float *to, const int unit, const int step) {
     for (int down = 0; down < s->down; down++)
         for (int across = 0; across < s->across; across++) {
-            const int left = x * step + across - c->padding_x;
+            const int left = x * step + across - c->padding_x, top = y * c->stride_y + down - c->padding_y;
             const int outside = least(left < 0 ? up(-left, step) : 0, s->wide);
             const int inside = c->width > left ? least(s->wide, up(c->width - left, step)) : 0;
-            for (int line = 0; line < s->lines; line++, to += (int64_t)s->wide * unit) {
-                const int from_y = (y + line) * c->stride_y + down - c->padding_y;
-                if (from_y < 0 || from_y >= c->height || inside <= outside) {
-                    memset(to, 0, sizeof(float) * s->wide * unit);
-                    continue;
-                }
-                const float *from = map + ((int64_t)from_y * c->width + left) * unit;
-                for (int i = 0; i < outside * unit; i++) to[i] = 0;
-                if (step == 1)
-                    copy_floats(to + outside * unit, from + outside * unit, (inside - outside) * unit);
-                else if (unit > 1)
-                    for (int i = outside; i < inside; i++) store(to + i * LANES, load(from + (int64_t)i * step * LANES));
+            const float *from = map + ((int64_t)top * c->width + left + outside * step) * unit;
+            for (int line = 0; line < s->lines; line++, to += s->wide * unit, from += (int64_t)c->stride_y * c->width * unit) {
+                const int from_y = top + line * c->stride_y, there = from_y >= 0 && from_y < c->height && inside > outside;
+                if (zeros)
+                    for (int i = 0; i < s->wide; i++)
+                        if (!there || i < outside || i >= inside) {
+                            if (unit == 1) to[i] = 0;
+                            else store(to + i * LANES, splat(0));
+                        }
+                if (!there) continue;
+                if (unit > 1)
+                    for (int i = 0; i < inside - outside; i++) store(to + (outside + i) * LANES, load(from + i * step * LANES));
+                else if (step == 1)
+                    copy_floats(to + outside, from, inside - outside);
                 else if (step == 2)
-                    for (int i = outside; i < inside; i++) to[i] = from[2 * i];
+                    copy_even(to + outside, from, inside - outside);
                 else
-                    for (int i = outside; i < inside; i++) to[i] = from[(int64_t)i * step];
-                for (int i = inside * unit; i < s->wide * unit; i++) to[i] = 0;
+                    for (int i = 0; i < inside - outside; i++) to[outside + i] = from[i * step];
             }
         }
 }
@@ -95,10 +110,14 @@ ALWAYS void sums_of_vectors(float *sums, const float *from, const int32_t *offse
 
 static void channel_sums(const Convolution *c, int vectors, const float *from, const int32_t *offsets, const float *values, const float *bias, float *sums) {
     const int taps = c->kernel_height * c->kernel_width;
-#define TAKE(most) \
-    for (; vectors >= most; vectors -= most, from += most * LANES, sums += most * LANES) sums_of_vectors(sums, from, offsets, values, bias, taps, most);
-    TAKE(12) TAKE(8) TAKE(6) TAKE(4) TAKE(3) TAKE(2) TAKE(1)
+    for (int left = vectors, most = up(vectors, up(vectors, 12)), here; left; left -= here, from += here * LANES, sums += here * LANES) {
+        here = least(left, most); /* parts of about the same length: a short one would wait for each product */
+        switch (here) {
+#define TAKE(n) case n: sums_of_vectors(sums, from, offsets, values, bias, taps, n); break;
+        TAKE(1) TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8) TAKE(9) TAKE(10) TAKE(11) TAKE(12)
 #undef TAKE
+        }
+    }
 }
 
 static void write_strip(const Convolution *c, const Strip *s, const float *sums, int64_t at, int rows, int columns) {
@@ -124,6 +143,7 @@ static void channels_item(const Convolution *c, int member, int image, int first
     const int taps = c->kernel_height * c->kernel_width, groups = up(c->channels, c->group);
     const int64_t map = (int64_t)c->height * c->width * c->lanes, plane = (int64_t)s.lines * s.wide * c->lanes;
     const float *input = c->input + member * c->input_member_stride + (int64_t)image * c->channels * map;
+    const int zeros = s.rows < c->output_height || s.columns < c->output_width; /* else they are the same for all channels */
     float *sums = scratch + s.size;
     int32_t *offsets = (int32_t *)(sums + s.sums);
     memset(scratch, 0, sizeof(float) * s.size);
@@ -141,7 +161,11 @@ static void channels_item(const Convolution *c, int member, int image, int first
                 for (int group = 0; group < groups; group++) {
                     const int32_t *start = c->starts + member * ((int64_t)groups * c->outputs + 1) + group * c->outputs + output;
                     for (int k = start[0]; k < start[1]; k++, begin = NULL) {
-                        copy_strip(c, &s, input + (group * c->group + c->places[k]) * map, y, x, scratch);
+                        const float *channel = input + (group * c->group + c->places[k]) * map;
+#define COPY(step) (c->lanes == 1 ? copy_strip(c, &s, channel, y, x, zeros, scratch, 1, step) : copy_strip(c, &s, channel, y, x, zeros, scratch, LANES, step))
+                        if (c->stride_x == 1) COPY(1);
+                        else if (c->stride_x == 2) COPY(2);
+                        else COPY(c->stride_x);
                         channel_sums(c, vectors, scratch, offsets, c->values + (int64_t)k * taps, begin, sums);
                     }
                 }

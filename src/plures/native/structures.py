@@ -201,8 +201,8 @@ def kernel_lists(
     outputs, each, *kernel = weight.shape[-4:]
     taps, inputs = math.prod(kernel), each * groups
     whole = owners is None or owners.numel() == outputs * each
-    # What a group of channels is read from stays in the first cache.
-    most = min(max(1, MOST_PLACES // taps), 32 if taps > 1 and not whole else 64)
+    # What a group of channels is read from stays in the first cache; kernels of one channel each are read one by one.
+    most = min(max(1, MOST_PLACES // taps), inputs if each == 1 else 32 if taps > 1 and not whole else 64)
     places = 1 if whole else taps
     mine = torch.ones(len(members), outputs, each, 1, dtype=torch.bool)
     mine = mine if owners is None else _mine(owners.reshape(outputs, each, places), members)

@@ -52,6 +52,16 @@ ALWAYS mask widened(const uint8_t *p) {
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#if LANES == 16
+#define EVEN(a, b) PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#elif LANES == 8
+#define EVEN(a, b) PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define EVEN(a, b) PICK(a, b, 0, 2, 4, 6)
+#define ODD(a, b) PICK(a, b, 1, 3, 5, 7)
+#endif
 #endif
 
 #endif
