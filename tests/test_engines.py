@@ -77,7 +77,7 @@ def test_a_convolution_whose_output_goes_elsewhere_too_is_not_folded() -> None:
     ensemble = trained(Forked(), members=2)
     assert graph_of(ensemble.network).folds() == {}
     with torch.no_grad():
-        assert ensemble.engine()(networks.images()).equal(ensemble(networks.images()))
+        assert ensemble.engine("unfolded")(networks.images()).equal(ensemble(networks.images()))
 
 
 @pytest.mark.parametrize("granularity", ["weight", "kernel"])
@@ -179,10 +179,16 @@ def depthwise(channels: int = 24) -> nn.Module:
 
 
 @needs_library
-def test_depthwise_networks_run_unfolded_though_the_kernels_can_run_them() -> None:
-    ensemble = trained(depthwise(), members=5)
-    assert isinstance(ensemble.engine(), Unfolded)
-    assert not {"6", "14", "22"} & set(ensemble.engine("owned").one_by_one)
+def test_depthwise_networks_run_in_the_owned_engine() -> None:
+    for members in (2, 5):
+        ensemble = trained(depthwise(), members=members, granularity="kernel")
+        engine = ensemble.engine()
+        assert isinstance(engine, Owned)
+        assert not engine.one_by_one
+        assert not any(isinstance(layer, nn.ReLU6) for layer in engine.modules())  # fused
+        for batch in (1, 2, 20):
+            images = networks.images(batch)
+            agrees(engine(images), members_of(ensemble, images))
     assert isinstance(trained(Dense(), members=5).engine(), Owned)
 
 

@@ -402,7 +402,7 @@ def test_engine_is_chosen_by_memory_and_by_what_is_faster() -> None:
         wide.engine(memory=1000)
     assert isinstance(wide.engine(memory=10**9), Owned)
     # Two members of single weights cost about two networks either way.
-    assert isinstance(trained(resnet8(classes=4, width=8), members=2).engine(), Unfolded)
+    assert isinstance(trained(resnet8(classes=4, width=8), members=2, granularity="weight").engine(), Unfolded)
     # A chain of linear layers is one call.
     perceptron = trained(networks.mlp(), members=5).engine()
     assert isinstance(perceptron, Owned)

@@ -19,7 +19,7 @@ extern const TrainingKernels TRAINING;
 #define COLUMNS 4
 #endif
 #define TILE (ROWS * COLUMNS)
-#define LONGEST 12 /* vectors of pixels in a tile where lanes is 1 */
+#define LONGEST (LANES == 16 ? 16 : 12) /* vectors of pixels in a tile where lanes is 1 */
 
 /* ---- images in the vector ---- */
 
@@ -288,7 +288,7 @@ static void image_tiles(const Convolution *c, int member, int image, int y, int 
    in a row: once for each column of the kernel, shifted, and for each remainder of rows by the stride. */
 typedef struct {
     int rows, columns, phases, lines; /* lines: rows of inputs per copy */
-    int64_t channel_size;
+    int64_t used, channel_size; /* in floats; whole vectors, so that those of 1x1 kernels lie on lines of the cache */
 } Patch;
 
 static int patch_columns(const Convolution *c) { return least(c->output_width, LONGEST * LANES); }
@@ -297,7 +297,8 @@ static int patch_rows(const Convolution *c) { return least(c->output_height, LON
 static Patch patch_of(const Convolution *c) {
     Patch p = {.rows = patch_rows(c), .columns = patch_columns(c), .phases = least(c->stride_y, c->kernel_height)};
     p.lines = p.rows + (c->kernel_height - 1) / c->stride_y;
-    p.channel_size = (int64_t)c->kernel_width * p.phases * p.lines * p.columns;
+    p.used = (int64_t)c->kernel_width * p.phases * p.lines * p.columns;
+    p.channel_size = up(p.used, LANES) * LANES;
     return p;
 }
 
@@ -305,11 +306,11 @@ static void pack_pixels(const Convolution *c, const Patch *p, const float *map, 
     const int64_t next = (int64_t)c->height * c->width;
     if (c->kernel_height * c->kernel_width == 1 && c->stride_y * c->stride_x == 1 && !c->padding_y && !c->padding_x) { /* pixels in a row */
         for (int channel = 0; channel < c->channels; channel++, map += next, packed += p->channel_size)
-            copy_floats(packed, map + (int64_t)y * c->width + x, least(p->channel_size, next - (int64_t)y * c->width - x));
+            copy_floats(packed, map + (int64_t)y * c->width + x, least(p->used, next - (int64_t)y * c->width - x));
         memset(packed, 0, sizeof(float) * LONGEST * LANES);
         return;
     }
-    for (int channel = 0; channel < c->channels; channel++, map += next)
+    for (int channel = 0; channel < c->channels; channel++, map += next, packed += p->channel_size - p->used)
         for (int kx = 0; kx < c->kernel_width; kx++)
             for (int phase = 0; phase < p->phases; phase++)
                 for (int line = 0; line < p->lines; line++, packed += p->columns) {
@@ -428,12 +429,14 @@ OF_VECTORS(4)
 OF_VECTORS(6)
 OF_VECTORS(8)
 OF_VECTORS(12)
+OF_VECTORS(14)
+OF_VECTORS(16)
 static const struct {
     int vectors;
     PixelOutputs *outputs[3]; /* by kind */
 } PIXEL_TILES[] = {
 #define ENTRY(n) {n, {whole3_pixels_##n, whole_pixels_##n, single_pixels_##n}}
-    ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(6), ENTRY(8), ENTRY(12),
+    ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(6), ENTRY(8), ENTRY(12), ENTRY(14), ENTRY(16),
 };
 
 static void pixel_tile(const Convolution *c, int member, int image, int y, int x, int first, int last, float *scratch) {

@@ -4,7 +4,6 @@ import copy
 import logging
 import os
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +25,7 @@ log = logging.getLogger("plures")
 
 # What all members of a layer cost in dense layers of one network, if the kernels do worst: docs/engines.md says what
 # was measured. A layer that runs member by member costs as many as there are members, and the way there and back.
-COST_OF_KERNELS, COST_OF_WEIGHTS = 2.0, 2.5
+COST_OF_KERNELS, COST_OF_WEIGHTS = 1.75, 2.5
 COST_OF_LINEAR = {"block": 1.5, "weight": 2.0}
 MOVED = 16  # multiplications that take as long as to read or write one number
 
@@ -118,11 +117,11 @@ def _cost(layer: nn.Module | None, owners: Tensor | None, weight: Tensor, parts:
     single = owners is not None and owners.numel() == weight.numel()
     if isinstance(layer, nn.Linear):
         return len(parts.members) if owners is None else COST_OF_LINEAR["weight" if single else "block"]
-    if layer is None or not OwnedConvolution.fits(layer, parts, name) or cast(nn.Conv2d, layer).groups > 1:
-        return None  # the kernels run grouped convolutions, but each member's takes longer than torch's
+    if layer is None or not OwnedConvolution.fits(layer, parts, name):
+        return None
     if owners is None:
         return len(parts.members)
-    return COST_OF_WEIGHTS if single else COST_OF_KERNELS
+    return COST_OF_WEIGHTS if single and weight[0, 0].numel() > 1 else COST_OF_KERNELS
 
 
 def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:

@@ -120,7 +120,7 @@ class Parts:
 
 
 class OwnedConvolution(OfMembers):
-    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU (1) or ReLU6 (6) if told to."""
+    """A convolution of all members over blocked activations; adds a shortcut, and a ReLU (`relu` 1) or ReLU6 (6)."""
 
     starts: Tensor
     places: Tensor
