@@ -42,6 +42,10 @@ def agrees(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max() / scale) < 1e-5
 
 
+def after(sums: Tensor, relu: int) -> Tensor:
+    return F.relu6(sums) if relu == 6 else sums.relu() if relu else sums
+
+
 @given(
     members=st.integers(2, 6),
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 70), st.integers(1, 11), st.integers(1, 11)),
@@ -51,7 +55,7 @@ def agrees(found: Tensor, expected: Tensor) -> None:
     batch=st.integers(1, 33),
     pixels=st.booleans(),
     whole=st.booleans(),
-    relu=st.booleans(),
+    relu=st.sampled_from([0, 1, 6]),
     added=st.booleans(),
     shared=st.booleans(),
     last=st.booleans(),
@@ -87,7 +91,7 @@ def test_convolution_of_members_is_torchs_own(
     ).float()
     residual = torch.randn(expected.shape, generator=random) if added else None
     expected = expected if residual is None else expected + residual
-    expected = expected.relu() if relu else expected
+    expected = after(expected, relu)
 
     lanes = 1 if pixels else library.load().lanes
     lists = kernel_lists(weight, owners, list(range(members)), scales)
@@ -186,6 +190,44 @@ def test_groups_and_weights_of_their_own_are_torchs(groups, owned):
     agrees(unblock(run(x, lists, bias, 1), 4), torch.cat(expected).relu())
 
 
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60)),
+    kernel=st.sampled_from([(3, 3), (5, 5), (7, 7), (2, 2), (1, 3), (3, 1)]),
+    stride=st.sampled_from([(1, 1), (2, 2), (3, 3), (1, 2)]),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    multiplier=st.sampled_from([1, 1, 2]),
+    batch=st.sampled_from([1, 2, 17]),
+    relu=st.sampled_from([0, 1, 6]),
+    added=st.booleans(),
+    split=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_depthwise_layers_of_members_are_torchs_own_with_any_number_of_threads(
+    sizes, kernel, stride, padding, multiplier, batch, relu, added, split, seed
+):
+    (channels, height, width), random, members = sizes, generator(seed), 2
+    height, width = (max(size, k - 2 * p) for size, k, p in zip((height, width), kernel, padding, strict=True))
+    outputs = channels * multiplier
+    weight = torch.randn(members, outputs, 1, *kernel, generator=random)
+    owners = drawn_owners((outputs, 1, 1, 1), members, seed) if split else None
+    lists = kernel_lists(weight[0] if split else weight, owners, [0, 1], groups=channels)
+    each = torch.stack([weight[0] * (owners == m) for m in range(members)]) if split else weight
+    x, bias = torch.randn(members * batch, channels, height, width, generator=random), torch.randn(members, outputs)
+    pairs = zip(x.chunk(members), each, bias, strict=True)
+    expected = torch.cat([F.conv2d(*map(Tensor.double, of), stride, padding, 1, channels) for of in pairs]).float()
+    residual = torch.randn(expected.shape, generator=random) if added else None
+    before, settings_of = torch.get_num_threads(), (kernel, stride, padding, *lists[3:], relu)
+    for lanes in (1, library.load().lanes):
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            shortcut = None if residual is None else block(residual, members, lanes)
+            found.append(convolution(block(x, members, lanes), shortcut, *lists[:3], bias, *settings_of))
+        torch.set_num_threads(before)
+        assert found[0].equal(found[1])
+        agrees(unblock(found[0], batch), after(expected if residual is None else expected + residual, relu))
+
+
 @pytest.mark.parametrize("pixels", [True, False])
 def test_bits_do_not_depend_on_threads(pixels):
     x, lists, bias = layer_of()
@@ -213,22 +255,25 @@ def test_members_up_to_255():
 
 def test_nan_passes_relu_as_in_torch():
     x, lists, bias = layer_of()
-    for lanes in (1, library.load().lanes):
-        assert run(torch.full_like(x, torch.nan), lists, bias, lanes).isnan().any()
     both = torch.tensor([[[[[[torch.nan], [-1.0]]]]]])
-    found = affine(both, torch.ones(1, 1), torch.zeros(1, 1), True).flatten()
-    assert found[0].isnan()
-    assert found[1] == 0
+    for relu in (1, 6):
+        found = affine(both, torch.ones(1, 1), torch.zeros(1, 1), relu).flatten()
+        assert found[0].isnan()
+        assert found[1] == 0
+        settings_of = ((3, 3), (1, 1), (1, 1), *lists[3:], relu)
+        for lanes in (1, library.load().lanes):
+            y = convolution(block(torch.full_like(x, torch.nan), 3, lanes), None, *lists[:3], bias, *settings_of)
+            assert y.isnan().any()
 
 
-@given(members=st.integers(1, 4), batch=st.integers(1, 20), relu=st.booleans(), seed=st.integers(0, 99))
+@given(members=st.integers(1, 4), batch=st.integers(1, 20), relu=st.sampled_from([0, 1, 6]), seed=st.integers(0, 99))
 def test_affine_is_a_folded_norm_layer(members, batch, relu, seed):
     random = generator(seed)
     x = torch.randn(members * batch, 5, 3, 4, generator=random)
     factor, shift = torch.randn(2, members, 5, generator=random)
     expected = x.view(members, batch, 5, 3, 4) * factor.view(members, 1, 5, 1, 1) + shift.view(members, 1, 5, 1, 1)
     found = unblock(affine(block(x, members, library.load().lanes), factor, shift, relu), batch)
-    agrees(found, (expected.relu() if relu else expected).flatten(0, 1))
+    agrees(found, after(expected, relu).flatten(0, 1))
 
 
 def test_operators_pass_torchs_own_checks():
