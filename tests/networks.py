@@ -159,6 +159,14 @@ def transformers_vit() -> nn.Module:
 
 
 @reproducible
+def transformers_bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=CLASSES, **sizes))
+
+
+@reproducible
 def transformers_convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 

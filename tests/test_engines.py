@@ -210,7 +210,7 @@ def test_hooks_run_or_the_engine_is_refused() -> None:
     network.conv.register_forward_hook(lambda layer, given, output: output * 3)
     ensemble = trained(network, members=5)
     images = networks.images(4)
-    with pytest.raises(PluresError, match="or it has hooks"):
+    with pytest.raises(PluresError, match="Dense has hooks"):
         ensemble.engine("owned")
     engine = ensemble.engine()
     assert isinstance(engine, Unfolded)

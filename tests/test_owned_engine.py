@@ -164,13 +164,98 @@ def test_members_are_those_of_checkout(make, granularity, caplog) -> None:
     assert not caplog.records, "nothing ran as a network of its own"
 
 
+class Words(nn.Module):
+    """torch.fx cannot follow it: a transformer over words, with positions that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50, 32), nn.Embedding(20, 32)
+        self.scaled, self.norm = ScaledWords(), nn.LayerNorm(32)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(2))
+        self.wide, self.head = nn.Linear(32, 256), nn.Linear(256, networks.CLASSES)
+
+    def forward(self, words: Tensor, mask: Tensor | None = None) -> Tensor:
+        if words.shape[1] > 19:
+            words = words[:, :19]
+        x = self.norm(self.words(words) + self.positions(torch.arange(words.shape[1])[None]))
+        for layer in self.layers:
+            x = self.scaled(layer(x))
+        x = x if mask is None else x * mask[..., None]
+        return self.head(self.wide(x.mean(1)).relu())
+
+
+class ScaledWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(32) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def agree_with_members(engine: Owned, ensemble: plures.OrthogonalDropout, *sizes: int, **given: Tensor) -> None:
+    for size in sizes:
+        some = {name: tensor[:size] for name, tensor in given.items()}
+        with torch.no_grad():
+            expected = torch.stack([logits_of(ensemble.checkout(member)(**some)) for member in ensemble.trained])
+            found = engine(**some)
+        assert found.shape == expected.shape
+        assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def words(length: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(length)
+    mask = torch.arange(length) < torch.randint(2, length + 1, (20, 1), generator=random)
+    return {"words": torch.randint(50, (20, length), generator=random), "mask": mask.float()}
+
+
 @needs_library
-@pytest.mark.parametrize("make", [DecidesByInputs, networks.transformers_vit, networks.transformers_resnet])
-def test_what_cannot_be_traced_runs_unfolded(make) -> None:
+@pytest.mark.parametrize("granularity", ["kernel", "block"])
+def test_a_network_that_cannot_be_traced_runs_layer_by_layer(granularity, caplog) -> None:
+    network = networks.reproducible(Words)()
+    roles = plures.roles(network) | {"words.weight": plures.Role.SPLIT}
+    ensemble = trained(network, members=3, granularity=granularity, roles=roles)
+    engine = ensemble.engine()
+    assert isinstance(engine, Owned)
+    assert engine.one_by_one == ["positions", "scaled"]
+    agree_with_members(engine, ensemble, 4, 20, 1, 7, 20, **words(7))
+    agree_with_members(engine, ensemble, 3, 20, **words(15))
+    batch = words(5)
+    for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        some = other.predict(batch, members=[2, 0], batch_size=6).members
+        torch.testing.assert_close(some, ensemble.predict(batch).members[[2, 0]])
+    assert "separate network" not in caplog.text
+
+
+@needs_library
+def test_models_of_transformers_run_owned(caplog) -> None:
+    ensemble = trained(networks.transformers_vit(), members=5, granularity="block")
+    engine = ensemble.engine("owned")
+    assert engine.one_by_one == ["vit.embeddings"]
+    agree_with_members(engine, ensemble, 3, 5, 1, 20, pixel_values=pictures(None, 20))
+    made = trained(networks.transformers_bert(), members=3)
+    given = words(9)
+    engine = made.engine()
+    assert isinstance(engine, Owned)
+    agree_with_members(engine, made, 3, 20, 1, input_ids=given["words"], attention_mask=given["mask"].long())
+    assert "separate network" not in caplog.text
+
+
+class DecidesByLength(DecidesByInputs):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(DecidesByInputs, self).forward(x) if len(x) > 1000 else self.head(self.stem(x).mean((2, 3)))
+
+
+@needs_library
+@pytest.mark.parametrize("make", [DecidesByInputs, DecidesByLength, networks.transformers_resnet])
+def test_a_course_that_depends_on_the_batch_runs_unfolded(make, caplog) -> None:
     ensemble = trained(networks.reproducible(make)(), members=5)
     assert isinstance(ensemble.engine(), Unfolded)
-    with pytest.raises(PluresError, match=r"torch.fx cannot trace .*unfolded"):
-        ensemble.engine("owned")
+    engine, images = ensemble.engine("owned"), pictures(make, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(images), ensemble(images))
+    assert engine.about.startswith("unfolded")
+    assert "without numbers" in caplog.text or "depends on the length of the batch" in caplog.text
 
 
 @needs_library

@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
+from plures.calling import batch_of, call, each_batched, rows_of
 from plures.tensors import canonical, shell
 
 RELU: tuple[Any, ...] = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
@@ -150,12 +152,40 @@ class _Shapes(fx.Interpreter):
 
 def graph_of(network: nn.Module) -> Graph | None:
     """Trace a copy of a network's structure; return None if torch.fx cannot, or if hooks would be lost."""
-    if any(map(has_hooks, network.modules())) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if is_hooked(network):
         return None
     try:
         return Graph(shell(network))
     except Exception:  # tracing runs the network's own code, which may raise anything
         return None
+
+
+def is_hooked(network: nn.Module) -> bool:
+    """Return whether a network has hooks, or torch has some for all modules."""
+    return any(map(has_hooks, network.modules())) or _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+
+def why_joined(network: nn.Module, inputs: Any) -> str | None:
+    """Return what makes the course of a network depend on the numbers or the length of a batch; None if nothing does.
+
+    It runs on tensors without numbers, whose first axis has a length that torch does not know but asks about.
+    """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    lengths = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(shape_env=lengths, allow_non_fake_inputs=True)
+    twice = rows_of(inputs, torch.arange(2 * len(cast(Tensor, batch_of(inputs)))) // 2)
+
+    def faked(one: Tensor) -> Tensor:
+        axes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * (one.dim() - 1)]
+        return mode.from_tensor(one, symbolic_context=StatelessSymbolicContext(axes))
+
+    try:
+        with torch.inference_mode(False), torch.no_grad(), mode:
+            call(shell(network), each_batched(twice, faked))
+    except Exception as refused:  # whatever the network's own code raises, or torch for a number that is asked for
+        return f"it cannot run without numbers ({type(refused).__name__})"
+    return f"its course depends on the length of the batch ({lengths.guards[0].expr})" if lengths.guards else None
 
 
 def has_hooks(layer: nn.Module) -> bool:

@@ -14,10 +14,10 @@ from plures.graph import Graph, graph_of
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.methods.orthogonal_dropout.engines.layers import OwnedConvolution, Parts
 from plures.methods.orthogonal_dropout.engines.owned import Owned, why_impossible
-from plures.methods.orthogonal_dropout.engines.rewriting import same_for_all
+from plures.methods.orthogonal_dropout.engines.rewriting import Replacer, same_for_all
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
-from plures.methods.orthogonal_dropout.roles import Role
+from plures.methods.orthogonal_dropout.roles import EMBEDDINGS, Role
 from plures.native.library import why_unavailable
 from plures.tensors import layers, own_tensors
 
@@ -27,6 +27,7 @@ log = logging.getLogger("plures")
 # was measured. A layer that runs member by member costs as many as there are members, and the way there and back.
 COST_OF_KERNELS, COST_OF_WEIGHTS = 1.75, 2.5
 COST_OF_LINEAR = {"block": 1.5, "weight": 2.0}
+PIXELS = 64  # that a kernel is used at, if it is not known
 MOVED = 16  # multiplications that take as long as to read or write one number
 
 
@@ -50,7 +51,7 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
     owned = len(split.trained) * sum(row.nbytes for row in split.private.rows(0).values())  # and the lists
     owned += sum(weights[name].nbytes + 2 * owners.numel() for name, owners in split.owners().items())
     fits = [kind for kind, size in (("owned", owned), ("unfolded", unfolded)) if memory is None or size <= memory]
-    faster = "owned" in fits and graph is not None and is_owned_faster(split, graph)
+    faster = "owned" in fits and is_owned_faster(split, graph)
     if not faster and fits == ["owned"] and why_impossible(split, graph) is not None:
         fits = []
     if not fits:
@@ -66,14 +67,34 @@ def _fastest(split: SplitNetwork, graph: Graph | None, memory: int | None) -> st
     return kind
 
 
-def is_owned_faster(split: SplitNetwork, graph: Graph) -> bool:
+def is_owned_faster(split: SplitNetwork, graph: Graph | None) -> bool:
     """Return whether the owned engine can run here and should be faster than each member as a separate network."""
     if why_impossible(split, graph) is not None:
         return False
-    shapes, parts = _shapes(graph), Parts(split, {})
+    parts = Parts(split, {})
+    if graph is None:
+        return saves_without_graph(split.network, parts)
+    shapes = _shapes(graph)
     once = same_for_all(graph, parts)
     costs = [_costs(node, graph, parts, shapes, once) for node in graph.nodes]
     return sum(owned for owned, _ in costs) < sum(apart for _, apart in costs)
+
+
+def saves_without_graph(network: nn.Module, parts: Parts) -> bool:
+    """Return whether the linear layers of an untraced network save more than its other layers lose: by weights."""
+    replacer, saved, members = Replacer(parts), 0.0, len(parts.members)
+    for name, tensor in own_tensors(network).items():
+        path = name.split(".")[:-1]
+        modules = {place: network.get_submodule(place) for place in (".".join(path[:n]) for n in range(len(path) + 1))}
+        leaf = next((one for place, one in modules.items() if replacer.is_leaf(place, one)), None)
+        holder, role, owners = modules[".".join(path)], parts.role(name), parts.owners.get(name)
+        if owners is not None and isinstance(leaf, nn.Linear | nn.MultiheadAttention):
+            each = COST_OF_LINEAR["weight" if owners.numel() == tensor.numel() else "block"]
+            saved += tensor.numel() * (members - each)
+        elif tensor.dim() > 1 and not isinstance(holder, EMBEDDINGS):  # cut into members, or computed for each of them
+            pixels = PIXELS if isinstance(holder, _ConvNd) else 1
+            saved -= tensor.numel() * pixels * members * (1.0 if role is Role.SHARED else 0.5)
+    return saved > 0
 
 
 def _costs(

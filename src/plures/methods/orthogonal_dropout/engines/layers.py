@@ -4,6 +4,7 @@ Between layers the members lie one after the other along the batch axis, or `blo
 """
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -201,6 +202,38 @@ class OwnedLinear(OfMembers):
         names = ("starts", "places", "weights", "owners", "bias", "ids")
         result: Tensor = operators.linear_of(x)(rows, *map(held.__getitem__, names), self.sizes)
         return result.view(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
+
+
+samples: ContextVar[int] = ContextVar("samples")  # in the batch of all members, while an untraced network runs
+
+
+def for_each_sample(x: Tensor) -> Tensor:
+    """Spread what has one row for all samples of an untraced network, such as positions."""
+    return x.expand(samples.get(1), *x.shape[1:]) if x.dim() > 1 and len(x) == 1 else x
+
+
+class MembersEmbedding(OfMembers):
+    """An embedding whose table the members split: all look up the same rows, and each keeps what it owns of them."""
+
+    ids: Tensor
+    owners: Tensor
+
+    def __init__(self, layer: nn.Embedding, parts: Parts, name: str) -> None:
+        super().__init__(len(parts.members), ids=torch.tensor(parts.members))
+        first, self.layer = parts.first(f"{name}.weight"), layer
+        self.register_buffer("owners", spread(parts.owners[first], layer.weight), persistent=False)
+
+    @staticmethod
+    def fits(layer: nn.Module, parts: Parts, name: str) -> bool:
+        """Return whether a layer is an embedding with a split table, which it does not change."""
+        plain = type(layer) is nn.Embedding and is_of_torch(layer) and layer.max_norm is None
+        return plain and parts.role(f"{name}.weight") is Role.SPLIT
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up rows for a batch that holds the members one after the other."""
+        found = torch.unflatten(F.embedding(x := for_each_sample(x), self.layer.weight), 0, (self.count, -1))
+        mine = self.owners[x].view_as(found) == self.ids.view(-1, *[1] * (found.dim() - 1))
+        return torch.where(mine, found, 0.0).flatten(0, 1)
 
 
 class OwnedAttention(nn.Module):

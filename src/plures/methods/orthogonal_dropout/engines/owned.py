@@ -8,10 +8,10 @@ from torch import Tensor, fx, nn
 
 from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
-from plures.graph import Graph
+from plures.graph import Graph, is_hooked, why_joined
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
 from plures.methods.orthogonal_dropout.engines.layers import OfMembers, OwnedLinear, Parts
-from plures.methods.orthogonal_dropout.engines.rewriting import Rewriter
+from plures.methods.orthogonal_dropout.engines.rewriting import AllMembers, Replacer, Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, foldable
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.native.library import load, why_unavailable
@@ -37,16 +37,17 @@ class Owned(Engine):
     def __init__(self, split: SplitNetwork, graph: Graph | None, fold: bool = True) -> None:
         super().__init__()
         reason = why_impossible(split, graph)
-        if reason is not None or graph is None:
-            raise PluresError(str(reason))
+        if reason is not None:
+            raise PluresError(reason)
         self.members = split.trained
         pairs = foldable(split, graph) if fold else {}
-        rewriter = Rewriter(graph, Parts(split, pairs), pairs)
+        parts = Parts(split, pairs)
+        replacer = Replacer(parts) if graph is None else Rewriter(graph, parts, pairs)
         try:
-            self.network = rewriter.rewritten()
+            self.network = replacer.whole(shell(split.network))
         except Exception as error:  # what torch.fx has traced, but no graph of all members can do
             raise PluresError(f'the owned engine cannot run this network ({error}): use engine("unfolded")') from error
-        self.one_by_one = list(dict.fromkeys(rewriter.one_by_one))
+        self.one_by_one = list(dict.fromkeys(replacer.one_by_one))
         lanes = load().lanes
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
         if all(isinstance(layer, OwnedLinear | nn.Flatten | fx.GraphModule) for layer in self.network.modules()):
@@ -99,6 +100,12 @@ class Owned(Engine):
             self._of_some[indices] = found
         return found
 
+    def _why_wrong(self, batch: Any, expected: Tensor) -> str | None:
+        comparison, reason = self._comparison, None
+        if comparison is not None and isinstance(self.network, AllMembers):
+            reason = why_joined(comparison.split.network, batch)
+        return reason or super()._why_wrong(batch, expected)
+
     def _run_members_apart(self, split: SplitNetwork) -> None:
         separate = Unfolded(split)
         self.one_by_one = [name for name, _ in separate.networks[0].named_children()]
@@ -130,7 +137,6 @@ def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
             return f"the owned engine runs on the CPU, and {name!r} is on {tensor.device}: move the ensemble, {instead}"
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
             return f"the owned engine multiplies float32, and {name!r} is {tensor.dtype}: convert it, {instead}"
-    if graph is None:
-        what = f"torch.fx cannot trace {type(split.network).__name__}, or it has hooks"
-        return f'{what}, which the owned engine drops: use ensemble.engine("unfolded")'
+    if graph is None and is_hooked(split.network):
+        return f"{type(split.network).__name__} has hooks, which the owned engine drops: {instead[3:]}"
     return None

@@ -8,24 +8,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from plures.calling import Arguments, call, rows_of
+from plures.calling import Arguments, call, each_batched, rows_of
 from plures.errors import PluresError
 from plures.graph import Graph, has_statistics, is_of_torch
 from plures.methods.orthogonal_dropout.engines.engine import size_of
 from plures.methods.orthogonal_dropout.engines.layers import (
     LinearNames,
+    MembersEmbedding,
     MembersNorm,
     OfMembers,
     OwnedAttention,
     OwnedConvolution,
     OwnedLinear,
     Parts,
+    for_each_sample,
+    samples,
 )
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
 from plures.native.library import load
 
-ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.ModuleList)
+CONTAINERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONSTANT, SHARED, TILED, BLOCKED, APART = "constant", "shared", "tiled", "blocked", "apart"
 
 
@@ -36,23 +39,82 @@ class Value(NamedTuple):
     node: Any
 
 
-class Rewriter:
+class Replacer:
+    """Put layers that run all members in the place of a network's own, on a batch that holds one after the other."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.one_by_one: list[str] = []  # the layers that run member by member
+        self._replaced: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+    def whole(self, network: nn.Module) -> nn.Module:
+        """Replace the layers of a network that torch.fx cannot trace, and return what runs all members."""
+        return AllMembers(len(self.parts.members), self.substitute("", network))
+
+    def substitute(self, name: str, layer: nn.Module) -> nn.Module:
+        """Return what runs in a layer's place; layers that are not known run once for each member."""
+        if not any(map(self.parts.differs, self.parts.inside(f"{name}." if name else ""))):
+            return layer
+        if not self.is_leaf(name, layer):
+            for child, inner in layer._modules.items():
+                if inner is not None:
+                    layer._modules[child] = self.substitute(f"{name}.{child}".lstrip("."), inner)
+            return layer
+        if id(layer) not in self._replaced:
+            self._replaced[id(layer)] = layer, self._known(name, layer) or self._each(name, layer)
+        return self._replaced[id(layer)][1]
+
+    def is_leaf(self, name: str, layer: nn.Module) -> bool:
+        """Return whether a layer is replaced as a whole: torch's own, and those that hold tensors that differ."""
+        own = (*layer._parameters, *layer._buffers)
+        scripted = isinstance(layer, torch.jit.ScriptModule)
+        opaque = is_of_torch(layer) and type(layer) not in CONTAINERS
+        return scripted or opaque or any(self.parts.differs(f"{name}.{tensor}".lstrip(".")) for tensor in own)
+
+    def _each(self, name: str, layer: nn.Module) -> nn.Module:
+        self.one_by_one.append(name)
+        return EachMember(
+            [self._copy(layer, f"{name}." if name else "", index) for index in range(len(self.parts.members))]
+        )
+
+    def _copy(self, layer: nn.Module, prefix: str, index: int) -> nn.Module:
+        """Copy a layer with a member's tensors in it."""
+        made = copy.deepcopy(layer)
+        for name, tensor in made.state_dict().items():
+            if self.parts.own(f"{prefix}{name}") is not None:
+                tensor.copy_(self.parts.tensor(f"{prefix}{name}", index))
+        return made.requires_grad_(False).eval()
+
+    def _known(self, name: str, layer: nn.Module) -> nn.Module | None:
+        parts = self.parts
+        if OwnedAttention.fits(layer, parts, name):
+            return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
+        if MembersNorm.fits(layer):
+            return MembersNorm(layer, parts, name)
+        if MembersEmbedding.fits(layer, parts, name):
+            return MembersEmbedding(cast(nn.Embedding, layer), parts, name)
+        if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
+            return OwnedLinear(parts, LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features))
+        return None
+
+
+class Rewriter(Replacer):
     """Go through a traced network node by node and write the graph that runs all members."""
 
     def __init__(self, traced: Graph, parts: Parts, pairs: dict[str, str]) -> None:
-        self.traced, self.parts, self.pairs = traced, parts, pairs
+        super().__init__(parts)
+        self.traced, self.pairs = traced, pairs
         self.members = len(parts.members)
         self.graph = fx.Graph()
         self.holder = nn.Module()
         self.once = same_for_all(traced, parts)
         self.values: dict[fx.Node, Value] = {}
         self.batch: fx.Node | None = None
-        self.one_by_one: list[str] = []  # the layers that run member by member
         self._made: dict[str, str] = {}
         self._converted: dict[tuple[fx.Node, str], fx.Node] = {}
 
-    def rewritten(self) -> fx.GraphModule:
-        """Return the module that takes what the network takes and returns the members one after the other."""
+    def whole(self, network: nn.Module) -> nn.Module:
+        """Write the module that takes what the network takes and returns the members one after the other."""
         for node in filter(self.traced.does_nothing, self.traced.nodes):
             node.replace_all_uses_with(cast(fx.Node, node.args[0]))
             self.traced.graph.erase_node(node)
@@ -133,7 +195,7 @@ class Rewriter:
             self.values[node] = Value(BLOCKED, self._call(name, lambda: layer, self._blocked(node.args[0])))
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._tiled)
-            made = self._call(name, lambda: self._substitute(name, layer), *args, **kwargs)
+            made = self._call(name, lambda: self.substitute(name, layer), *args, **kwargs)
             self.values[node] = Value(TILED, made)
 
     def _convolution(self, node: fx.Node, name: str, layer: nn.Conv2d) -> None:
@@ -218,46 +280,6 @@ class Rewriter:
             self.holder.add_module(self._made[name], make())
         return self.graph.call_module(self._made[name], args, kwargs)
 
-    # ---- layers ----
-
-    def _substitute(self, name: str, layer: nn.Module) -> nn.Module:
-        """Return what runs in a layer's place on a batch that holds the members one after the other.
-
-        In torch's encoders it replaces layer by layer; other layers that it does not know run once for each member.
-        """
-        parts, prefix = self.parts, f"{name}." if name else ""
-        inside = parts.inside(prefix)
-        if all(parts.role(tensor) is Role.SHARED for tensor in inside):
-            return layer
-        made = self._known(name, layer)
-        if made is None and type(layer) in ENCODERS and all("." in t.removeprefix(prefix) for t in inside):
-            for child, inner in layer._modules.items():
-                if inner is not None:
-                    layer._modules[child] = self._substitute(f"{prefix}{child}", inner)
-            return layer
-        if made is None:
-            self.one_by_one.append(name)
-            made = EachMember([self._copy(layer, prefix, index) for index in range(len(parts.members))])
-        return made
-
-    def _copy(self, layer: nn.Module, prefix: str, index: int) -> nn.Module:
-        """Copy a layer with a member's tensors in it."""
-        made = copy.deepcopy(layer)
-        for name, tensor in made.state_dict().items():
-            if self.parts.own(f"{prefix}{name}") is not None:
-                tensor.copy_(self.parts.tensor(f"{prefix}{name}", index))
-        return made.requires_grad_(False).eval()
-
-    def _known(self, name: str, layer: nn.Module) -> nn.Module | None:
-        parts = self.parts
-        if OwnedAttention.fits(layer, parts, name):
-            return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
-        if MembersNorm.fits(layer):
-            return MembersNorm(layer, parts, name)
-        if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
-            return OwnedLinear(parts, LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features))
-        return None
-
 
 def same_for_all(traced: Graph, parts: Parts) -> set[fx.Node]:
     """Return the nodes that compute the same for all members: their tensors are shared, and so is what they are given.
@@ -274,6 +296,23 @@ def same_for_all(traced: Graph, parts: Parts) -> set[fx.Node]:
         if node.op == "placeholder" or (once and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found
+
+
+class AllMembers(OfMembers):
+    """Run a network whose layers were replaced on a batch that holds the samples once for each member."""
+
+    def __init__(self, count: int, network: nn.Module) -> None:
+        super().__init__(count)
+        self.network = network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the network returns, the members one after the other."""
+        given = each_batched(Arguments(args, kwargs), lambda one: one.repeat(self.count, *[1] * (one.dim() - 1)))
+        before = samples.set(size_of(given))
+        try:
+            return call(self.network, given)
+        finally:
+            samples.reset(before)
 
 
 class EachMember(OfMembers):
@@ -297,7 +336,7 @@ class EachMember(OfMembers):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cut the batch into members, run each, and join what comes out."""
-        given = Arguments(args, kwargs)
+        given = each_batched(Arguments(args, kwargs), for_each_sample)
         size = size_of(given) // self.count
         parts = [rows_of(given, slice(turn * size, (turn + 1) * size)) for turn in range(self.count)]
         return joined(list(map(call, self.layers, parts)))
