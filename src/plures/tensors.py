@@ -88,8 +88,10 @@ def tensors(network: nn.Module) -> dict[str, Tensor]:
 
 def own_tensors(network: nn.Module) -> dict[str, Tensor]:
     """List the tensors of a network's state once each: tied ones under their first name."""
-    first = canonical(network)
-    return {name: tensor for name, tensor in tensors(network).items() if first[name] == name}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in tensors(network).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def canonical(network: nn.Module) -> dict[str, str]:

@@ -11,6 +11,7 @@ import logging
 import math
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -116,44 +117,53 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """Return the options to build an ensemble with, and those to set afterwards, because the file settles them.
 
     The classifier's role is among the roles. Random owners would be drawn in vain, which takes as long as loading all
-    the rest. And a trained ensemble needs no warning about the network that it was made from.
+    the rest; moments of the network would be computed in vain, too, but members that start from it need none. And a
+    trained ensemble needs no warning about the network that it was made from.
     """
-    later = {"classifier": None, "schedule": "sequential", "optimize_masks": True, "init": "fresh"}
+    init = "given" if Role.SPLIT in stored["roles"].values() else "fresh"
+    later = {"classifier": None, "schedule": "sequential", "optimize_masks": True, "init": init}
     later |= {"background": "zero", "share": None}
     now = {name: value for name, value in stored.items() if name not in GONE}
     settled = later | now | {"optimize_masks": bool(stored["optimize_masks"])}  # 0.1 knew no other schedule
     return now | later, {name: settled[name] for name in later}
 
 
+@torch.no_grad()
 def from_tensors(split: SplitNetwork, stored: Stored) -> None:
-    """Fill a split network from a file's tensors."""
-    owners = {}
+    """Fill a split network from a file's tensors, several at a time."""
     if split.background is not None:
-        with torch.no_grad():
-            _read_base(split, stored)
-    for name, like in split.owners().items():
-        if split.partition.share is not None:
-            owners[name] = _decompressed(f"owners/{name}", stored, like)
-            continue
-        some_free = f"free/{name}" in stored.shapes
-        base = split.members + some_free
-        words = stored.read(f"owners/{name}", [-(-like.numel() // digits_per_word(base))])
-        digits = unpack(words, base, like.numel()).reshape(like.shape)
-        owners[name] = digits.masked_fill_(digits == split.members, FREE) if some_free else digits
-    split.partition.assign(owners)
-    weights = own_tensors(split.network)
-    with torch.no_grad():
-        for name, owner in split.owners().items():
-            for member in range(split.members) if split.background is None else split.trained:
-                _fill(weights[name], owner, member, stored, _place(member, name), split.background is not None)
-            if f"free/{name}" in stored.shapes:
-                _fill(weights[name], owner, FREE, stored, f"free/{name}")
-        for name, tensor in weights.items():
-            if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
-                overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
+        _read_base(split, stored)
+    weights, names = own_tensors(split.network), list(split.owners())
+
+    def fill(name: str) -> None:
+        owners, given = split.owners()[name], split.background is not None
+        for member in split.trained if given else range(split.members):
+            _fill(weights[name], owners, member, stored, _place(member, name), given)
+        if f"free/{name}" in stored.shapes:
+            _fill(weights[name], owners, FREE, stored, f"free/{name}")
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # checksums and numpy let other threads run
+        owners = pool.map(lambda name: _owners(split, stored, name), names)
+        split.partition.assign(dict(zip(names, owners, strict=True)))
+        list(pool.map(fill, names))
+    for name, tensor in weights.items():
+        if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
+            overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
     for member in range(split.members):
         rows = split.private.rows(member)
         split.private.write(member, {name: stored.read(_place(member, name), row.shape) for name, row in rows.items()})
+
+
+def _owners(split: SplitNetwork, stored: Stored, name: str) -> Tensor:
+    """Read the owners of a tensor."""
+    like = split.owners()[name]
+    if split.partition.share is not None:
+        return _decompressed(f"owners/{name}", stored, like)
+    some_free = f"free/{name}" in stored.shapes
+    base = split.members + some_free
+    words = stored.read(f"owners/{name}", [-(-like.numel() // digits_per_word(base))])
+    digits = unpack(words, base, like.numel()).reshape(like.shape)
+    return digits.masked_fill_(digits == split.members, FREE) if some_free else digits
 
 
 def draft_from(split: SplitNetwork, stored: Stored) -> nn.Module:
@@ -236,20 +246,21 @@ def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str
     """
     filled = weight.detach().cpu().contiguous()
     rows, owned = _rows(filled, owners, member)
-    values = stored.read(name, [owned.size * rows.shape[1]])
+    values = stored.read(name, [owned.size * math.prod(rows.shape[1:])])
     if not values.is_floating_point():
         raise PluresError(f"tensor {name!r} has dtype {values.dtype}; expected {weight.dtype}")
     if added and str(values.dtype) != f"torch.{stored.state['base'][name.partition('/')[2]][0]}":
         values = values.to(weight.dtype) + torch.from_numpy(rows[owned].reshape(-1)).view(weight.dtype)
-    rows[owned] = _bits(values.to(weight.dtype)).reshape(owned.size, rows.shape[1])
+    rows[owned] = _bits(values.to(weight.dtype)).reshape(owned.size, *rows.shape[1:])
     if filled.data_ptr() != weight.data_ptr():  # on another device, or not contiguous
-        weight.copy_(filled)
+        weight.detach().copy_(filled)  # other threads than the caller's record gradients
 
 
 def _rows(weight: Tensor, owners: Tensor, member: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """View a weight as rows that have one owner each, kernels or single numbers, and number those of a member."""
     owned: NDArray[np.bool_] = spread(owners.cpu(), weight).numpy() == member
-    return _bits(weight).reshape(owned.size, weight.numel() // max(1, owned.size)), np.flatnonzero(owned)
+    shape = (owned.size,) if owned.size == weight.numel() else (owned.size, -1)  # numpy is faster with one axis
+    return _bits(weight).reshape(shape), np.flatnonzero(owned)
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
@@ -301,13 +312,15 @@ def pack(values: Tensor, base: int) -> Tensor:
 
 def unpack(words: Tensor, base: int, count: int) -> Tensor:
     """Read `count` digits back from the words that `pack` made."""
-    per_word = digits_per_word(base)
+    per_word, at_once = digits_per_word(base), 4 if base < 16 else 1
     if words.dtype != torch.int64 or words.dim() != 1 or words.numel() != -(-count // per_word):
         raise PluresError(f"{count} digits of base {base} need {-(-count // per_word)} words, not {words.numel()}")
     rest = words.cpu().numpy().view(np.uint64)
-    digits = np.empty((rest.size, per_word), np.uint8)
-    for digit in range(per_word):
-        quotient = rest // np.uint64(base)
-        digits[:, digit] = rest - quotient * np.uint64(base)
+    table = (np.arange(base**at_once)[:, None] // base ** np.arange(at_once) % base).astype(np.uint8)
+    table = table.view(f"u{at_once}")[:, 0]
+    digits = np.empty((rest.size, -(-per_word // at_once)), table.dtype)
+    for place in range(digits.shape[1]):
+        quotient = rest // np.uint64(base**at_once)
+        digits[:, place] = np.take(table, (rest - quotient * np.uint64(base**at_once)).view(np.int64))
         rest = quotient
-    return torch.from_numpy(digits.reshape(-1)[:count])
+    return torch.from_numpy(digits.view(np.uint8)[:, :per_word].reshape(-1)[:count])

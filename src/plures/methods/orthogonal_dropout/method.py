@@ -134,7 +134,7 @@ class OrthogonalDropout(Ensemble):
         self._keep_given()
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
         self._progress = sequential.Progress(members)
-        self._moments: Moments = moments(network)
+        self._moments: Moments = moments(network) if self._init == "fresh" else {}
         self._places = places(network)
         self._ticket = object()  # a new one whenever an open stage gets out of date
         if not self._optimize_masks:
