@@ -81,11 +81,6 @@ class Graph:
         user = self.only_user(node)
         return user if user is not None and self.is_relu(user) else None
 
-    def relu6_after(self, node: fx.Node) -> fx.Node | None:
-        """Return the ReLU6 that alone uses the output of a node."""
-        user = self.only_user(node)
-        return user if user is not None and (self.is_layer(user, nn.ReLU6) or user.target is F.relu6) else None
-
     def folds(self) -> dict[str, str]:
         """Return the convolutions whose output goes to one batch norm and nowhere else: one name -> the other.
 

@@ -98,8 +98,7 @@ def _convolution(
     layer = filled(
         Convolution,
         *(x, residual, values, bias, starts, places, output),
-        0 if x.shape[0] == 1 else x.stride(0),
-        *(output.stride(2), output.stride(3), output.stride(4)),
+        *(0 if x.shape[0] == 1 else x.stride(0), *output.stride()[2:5]),
         *(members, images, channels, height, width, outputs, output.shape[3], output.shape[4]),
         *(*kernel, *stride, *padding, lanes, group, whole, relu),
     )

@@ -140,9 +140,8 @@ def _cost(layer: nn.Module | None, owners: Tensor | None, weight: Tensor, parts:
         return len(parts.members) if owners is None else COST_OF_LINEAR["weight" if single else "block"]
     if layer is None or not OwnedConvolution.fits(layer, parts, name):
         return None
-    if owners is None:
-        return len(parts.members)
-    return COST_OF_WEIGHTS if single and weight[0, 0].numel() > 1 else COST_OF_KERNELS
+    several = single and weight[0, 0].numel() > 1  # single weights of larger kernels
+    return len(parts.members) if owners is None else COST_OF_WEIGHTS if several else COST_OF_KERNELS
 
 
 def _shapes(graph: Graph) -> dict[fx.Node, torch.Size]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
+from torch.nn import functional as F
 
 from plures.calling import Arguments, call, each_batched, rows_of
 from plures.errors import PluresError
@@ -200,17 +201,13 @@ class Rewriter(Replacer):
 
     def _convolution(self, node: fx.Node, name: str, layer: nn.Conv2d) -> None:
         """Write a convolution, and with it the batch norm, the addition and the ReLU that follow and stand alone."""
-        chain = [node]
-        if name in self.pairs:
-            chain += list(node.users)
-        shortcut = None
+        chain, shortcut = [node, *(node.users if name in self.pairs else ())], None
         following = self.traced.only_user(chain[-1])
         if following is not None and self.traced.is_sum(following):
             other = next((one for one in following.args if one is not chain[-1]), None)
             value = self.values.get(cast(fx.Node, other))
             if value is not None and value.layout == BLOCKED:
-                chain.append(following)
-                shortcut = value.node
+                chain, shortcut = [*chain, following], value.node
         relu, kind = self._relu_after(chain[-1])
         make = lambda: OwnedConvolution(layer, self.parts, name, kind)  # noqa: E731
         made = self._call(f"{name} {node.name}", make, self._blocked(node.args[0]), shortcut)
@@ -218,8 +215,9 @@ class Rewriter(Replacer):
 
     def _relu_after(self, node: fx.Node) -> tuple[fx.Node | None, int]:
         """Return the ReLU or ReLU6 that alone uses a node, and which: 1 or 6, or 0 if there is none."""
-        relu, relu6 = self.traced.relu_after(node), self.traced.relu6_after(node)
-        return relu or relu6, 1 if relu else 6 if relu6 else 0
+        relu, user = self.traced.relu_after(node), self.traced.only_user(node)
+        six = user is not None and (self.traced.is_layer(user, nn.ReLU6) or user.target is F.relu6)
+        return (user, 6) if six else (relu, int(relu is not None))
 
     def _linear(self, node: fx.Node) -> None:
         """Write a linear layer, and with it the ReLUs and linear layers that follow and stand alone."""
