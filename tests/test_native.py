@@ -402,9 +402,9 @@ def test_every_tensor_of_a_layer_must_be_float32(convert):
 
 def test_lists_beyond_the_last_group_are_refused():
     """The last group has six inputs only: what would be right in the others lies beyond the end."""
-    weight = torch.randn(9, 70, generator=generator(0))
-    chain = chain_of(linear_lists(weight, torch.zeros(9, 70, dtype=torch.uint8), [0]))
-    x, places = torch.randn(1, 4, 70), chain[1]
+    weight = torch.randn(9, 134, generator=generator(0))
+    chain = chain_of(linear_lists(weight, torch.zeros(9, 134, dtype=torch.uint8), [0]))
+    x, places = torch.randn(1, 4, 134), chain[1]
     places[-1] = 6
     with pytest.raises(PluresError, match="places must be below 6"):
         linear(x, *chain)

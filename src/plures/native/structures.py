@@ -16,7 +16,7 @@ from plures.errors import PluresError
 MOST = 2**30
 BLOCK = 8  # outputs of one input that have one owner with granularity "block": a vector of the CPU
 MOST_PLACES = 2**16  # of one list: they are kept in 16 bits
-LINEAR_GROUP = 64  # inputs of a linear layer at a time: with the rows of a tile, they stay in the first cache
+LINEAR_GROUP = 128  # inputs of a linear layer at a time: with the rows of a tile, they stay in the first caches
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 

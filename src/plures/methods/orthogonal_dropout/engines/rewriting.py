@@ -60,6 +60,8 @@ class Replacer:
             for child, inner in layer._modules.items():
                 if inner is not None:
                     layer._modules[child] = self.substitute(f"{name}.{child}".lstrip("."), inner)
+            if type(layer) is nn.TransformerEncoderLayer and layer.activation is F.gelu:
+                layer.activation = torch.ops.aten.gelu_  # in place of what the first linear layer returns
             return layer
         if id(layer) not in self._replaced:
             self._replaced[id(layer)] = layer, self._known(name, layer) or self._each(name, layer)
@@ -92,7 +94,8 @@ class Replacer:
             return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
         if MembersNorm.fits(layer):
             return MembersNorm(layer, parts, name)
-        if MembersEmbedding.fits(layer, parts, name):
+        embeds = type(layer) is nn.Embedding and is_of_torch(layer) and layer.max_norm is None
+        if embeds and parts.role(f"{name}.weight") is Role.SPLIT:
             return MembersEmbedding(cast(nn.Embedding, layer), parts, name)
         if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
             return OwnedLinear(parts, LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features))
