@@ -27,7 +27,7 @@ static double convolution(int lanes) {
     const int usual = below(2); /* 3x3 kernels over maps of even size, which may be read where they are */
     const int members = 2 + below(3), images = 1 + below(usual ? 6 : 2), channels = 1 + below(40), outputs = 1 + below(10), k = usual ? 3 : 1 + below(5);
     const int stride = 1 + below(usual ? 2 : 3), padding = usual ? 1 : below(3), whole = usual || below(2), relu = below(3) ? below(2) : 6, taps = k * k, group = 1 + below(channels);
-    const int most = below(12) ? 12 : 80 / k; /* large maps are cut into strips */
+    const int most = below(4) ? 12 : 80; /* large maps are cut into strips */
     int height = usual ? (1 << (1 + below(3))) * stride : 1 + below(most), width = usual ? (below(2) ? height : (1 << below(4)) * stride) : 1 + below(most);
     if (height + 2 * padding < k) height = k;
     if (width + 2 * padding < k) width = k;
