@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.graph import is_of_torch
-from plures.methods.orthogonal_dropout.training_plan import GROUPED, LinearRun, Plan, can_norm
+from plures.methods.orthogonal_dropout.training_plan import GROUPED, Plan, can_norm
 from plures.native.rows import LinearLayer, linear
 from plures.native.training import Convolved, Memory, Normed, blocked, run_layers, unblocked
 
@@ -59,11 +59,7 @@ class SideBySide(fx.Interpreter):
         self.args_iter = iter(args)
         try:
             for node in self.traced.nodes:
-                chain = self.plan.chains.get(node)
-                if chain is not None:
-                    self.env[chain.last] = self._linear(chain, self.env[node.args[0]])
-                elif node not in self.plan.chained:
-                    self.env[node] = result = self.run_node(node)
+                self.env[node] = result = self.run_node(node)
                 for unused in self.user_to_last_uses.get(node, ()):
                     self.env.pop(unused, None)
             return result
@@ -72,6 +68,9 @@ class SideBySide(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node on blocked values, if it can, and on plain ones if not."""
+        if n in self.plan.chained:  # all of a chain run with the first one
+            given = self.env[cast(fx.Node, n.args[0])]
+            return self._linear(n, given) if n in self.plan.chains else given
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op == "output" and self.subject.members > 1:
             return torch.unflatten(self._side_by_side(args[0]), 0, (self.subject.members, -1))
@@ -119,11 +118,12 @@ class SideBySide(fx.Interpreter):
         weight = (self.subject.split if node in self.plan.split else self.subject.rows)(f"{node.target}.weight")
         return weight, None if self.traced.layers[node].bias is None else self.subject.rows(f"{node.target}.bias")
 
-    def _linear(self, chain: LinearRun, given: Any) -> Tensor:
+    def _linear(self, first: fx.Node, given: Any) -> Tensor:
         """Run a chain of linear layers of all members, over the weights that each has."""
         x: Tensor = given.plain() if isinstance(given, Blocked) else given
-        layers = [LinearLayer(*self._held(node), kernels, relu) for node, kernels, relu in chain.layers]
-        result = linear(self._rows(chain.layers[0][0], x), *layers, memory=self.memory)
+        chain = self.plan.chains[first]
+        layers = [LinearLayer(*self._held(node), kernels, relu) for node, kernels, relu in chain]
+        result = linear(self._rows(first, x), *layers, memory=self.memory)
         return result.view(-1, *x.shape[1:-1], result.shape[-1])
 
     def _rows(self, node: fx.Node, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How each layer of a traced network trains: on blocked images, side by side, or in a chain of linear layers."""
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,13 +20,6 @@ MOST_KEPT = 0.7  # of the kernels: with more, torch's dense convolutions of a wi
 GROUPED: dict[type[nn.Module], Callable[..., Tensor]] = dict(
     zip(CONVOLUTIONS, (F.conv1d, F.conv2d, F.conv3d), strict=True)
 )
-
-
-class LinearRun(NamedTuple):
-    """Linear layers that follow one another: their nodes, what each member has of them, whether a ReLU follows each."""
-
-    layers: list[tuple[fx.Node, MemberKernels, bool]]
-    last: fx.Node
 
 
 class Plan:
@@ -64,7 +57,7 @@ class Plan:
                 self.apart.add(node)
         self.waiting = set(filter(self._waits, nodes))
         self.norms = [layer for node, layer in layers.items() if self._norms_blocked(node)]
-        self.chains: dict[fx.Node, LinearRun] = {}
+        self.chains: dict[fx.Node, list[tuple[fx.Node, MemberKernels, bool]]] = {}  # and whether a ReLU follows
         self.chained: set[fx.Node] = set()
         runs = self.own.intersection(linear) if with_library else set[fx.Node]()
         for node in linear:
@@ -108,14 +101,13 @@ class Plan:
 
     def _chain(self, node: fx.Node, runs: set[fx.Node]) -> None:
         """Note a linear layer, and the ReLUs and linear layers that follow and stand alone."""
-        layers, last, following = [], node, cast(fx.Node | None, node)
+        self.chains[node], following = [], cast(fx.Node | None, node)
         while following in runs:
             relu = self.traced.relu_after(following)
-            layers.append((following, self._kernels(following), relu is not None))
+            self.chains[node].append((following, self._kernels(following), relu is not None))
             last = relu or following
             self.chained |= {following, last}
             following = self.traced.only_user(last)
-        self.chains[node] = LinearRun(layers, last)
 
     def _has_own(self, node: fx.Node) -> bool:
         return node.op in ("call_module", "get_attr") and bool(self.subject.within(str(node.target), 0))
