@@ -188,7 +188,11 @@ class Ensemble(Trainable, ABC):
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)
-        heading = f"{type(self).__name__} of {self.given.name} ({options}): {self._how_far()}"
+        plan = self.plan()
+        done = sum(step.committed for step in plan)
+        so_far = "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
+        so_far = so_far if done else "not trained: call fit, or loop over stages()"
+        heading = f"{type(self).__name__} of {self.given.name} ({options}): {so_far}"
         calibrated = [] if self.calibration is None else [self.calibration.summary()]
         return "\n".join([heading, *self._size_lines(), *calibrated])
 
@@ -198,13 +202,6 @@ class Ensemble(Trainable, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}  # a copy has no part in the stages of this ensemble
-
-    def _how_far(self) -> str:
-        plan = self.plan()
-        done = sum(step.committed for step in plan)
-        if not done:
-            return "not trained: call fit, or loop over stages()"
-        return "trained" if done == len(plan) else f"{done} of {len(plan)} stages trained"
 
     def _state(self) -> dict[str, Any]:
         """Return the state that training goes on from, beside options and tensors, as JSON values."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from plures import checkpoints, files
 from plures.calling import pairs_of
@@ -265,7 +266,7 @@ class Trainable(Predictor):
         where = next(iter(self.parameters())).device if device is None else torch.device(device)
         self.to(where)
         by_step = {step.name: _epochs_of(step.phase, epochs) for step in self.plan()}
-        make = _default_optimizer if optimizer is None else optimizer
+        make = optimizer or (lambda stage: AdamW(stage.parameter_groups(weight_decay=DECAY), lr=RATE * stage.pace))
         file = None if checkpoint is None else CheckpointFile(Path(checkpoint), self, epochs)
         with (
             torch.random.fork_rng(devices=[where] if where.type == "cuda" else []),
@@ -377,10 +378,6 @@ def _epochs_of(phase: str, epochs: int | Mapping[str, int]) -> int:
         return whole_number(f"epochs[{phase!r}]", epochs[phase])
     whole = whole_number("epochs", epochs)
     return max(1, round(PRUNE_SHARE * whole)) if phase == "prune" else whole
-
-
-def _default_optimizer(stage: Stage) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(stage.parameter_groups(weight_decay=DECAY), lr=RATE * stage.pace)
 
 
 def _cosine(step: int, total: int) -> float:

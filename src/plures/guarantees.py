@@ -42,7 +42,8 @@ def quantile(scores: Array, coverage: float) -> Tensor:
     guarantee exact for every n (Vovk and others, 2005); the plain quantile would be too low.
     """
     held_out = numbers("scores", scores, rank=None).double()
-    rank = _rank(len(held_out), coverage)
+    number("coverage", coverage, "a number between 0 and 1", above=0, below=1)
+    rank = max(1, math.ceil((len(held_out) + 1) * coverage - ROUNDING))
     if rank > len(held_out):
         raise PluresError(
             f"coverage={coverage} needs at least {held_out_for_coverage(coverage)} held-out samples, but there are "
@@ -153,11 +154,6 @@ def held_out_for_risk(risk: float, delta: float = 0.05) -> int:
     while (takes := _all_right(risk, delta / _thresholds(count))) > count:
         count = takes  # more samples mean more thresholds and a smaller share each, so no count between would do
     return count
-
-
-def _rank(count: int, coverage: float) -> int:
-    number("coverage", coverage, "a number between 0 and 1", above=0, below=1)
-    return max(1, math.ceil((count + 1) * coverage - ROUNDING))
 
 
 def _all_right(risk: float, delta: float) -> int:

@@ -137,7 +137,10 @@ def resolve_roles(
     names = tensors(network)
     targets = classifier_tensors(network)
     if classifier == "fixed" and not targets:
-        raise no_classifier(network)
+        raise PluresError(
+            f"{type(network).__name__} has no Linear and no last 1x1 convolution that could be the classifier: give "
+            "the layer that returns the logits the role 'shared' in roles="
+        )
     if classifier is not None:
         for name in targets:
             matrix = Role.SPLIT if names[name].dim() > 1 else Role.PRIVATE
@@ -146,14 +149,6 @@ def resolve_roles(
     words: dict[Role, Classifier] = {Role.SHARED: "fixed", Role.PRIVATE: "private", Role.SPLIT: "split"}
     weight = next((resolved[name] for name in targets if names[name].dim() > 1), None)
     return resolved, classifier if weight is None else words[weight]
-
-
-def no_classifier(network: nn.Module) -> PluresError:
-    """Return the error of a network whose classifier is not known."""
-    return PluresError(
-        f"{type(network).__name__} has no Linear and no last 1x1 convolution that could be the classifier: give the "
-        "layer that returns the logits the role 'shared' in roles="
-    )
 
 
 def classifier_tensors(network: nn.Module) -> list[str]:

@@ -46,7 +46,8 @@ class Plan:
         whole = (node for node in (*images, *linear, *grouped) if subject.kernels(f"{node.target}.weight") is not None)
         self.split = set(whole)
         self.kernels = {node: self._kernels(node) for node in images if several or node in self.split}
-        self.own = {node for node in nodes if several and self._has_own(node)}
+        named = [node for node in nodes if several and node.op in ("call_module", "get_attr")]
+        self.own = {node for node in named if subject.within(str(node.target), 0)}
         self.blocked, self.apart, self.of_batch = set[fx.Node](), set[fx.Node](), set[fx.Node]()
         for node in nodes:
             if node.op == "placeholder" or not self.of_batch.isdisjoint(node.all_input_nodes):
@@ -108,9 +109,6 @@ class Plan:
             last = relu or following
             self.chained |= {following, last}
             following = self.traced.only_user(last)
-
-    def _has_own(self, node: fx.Node) -> bool:
-        return node.op in ("call_module", "get_attr") and bool(self.subject.within(str(node.target), 0))
 
     def _is_apart(self, node: fx.Node) -> bool:
         if node.op == "get_attr" and node in self.own:
