@@ -1,6 +1,7 @@
 """Engines give the ensemble's answers, faster or in less memory."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -321,3 +322,29 @@ def test_an_engine_is_not_exported_before_it_was_compared() -> None:
     engine = trained(Dense(), members=3).engine("owned")
     with torch.no_grad(), pytest.raises(PluresError, match="predict two batches of different sizes before exporting"):
         torch.export.export(engine, (networks.images(4),), strict=False)
+
+
+class Encoder(nn.Sequential):
+    """torch's own encoder, whose GELU runs in place in the owned engine."""
+
+    def __init__(self) -> None:
+        encoder = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True, norm_first=True)
+        super().__init__(nn.Linear(8, 16), encoder, nn.LayerNorm(16), nn.Flatten(), nn.Linear(64, 5))
+
+
+@needs_library
+def test_the_owned_engine_of_an_encoder_is_pickled_and_ignores_torchs_default_dtype() -> None:
+    torch.manual_seed(0)
+    ensemble, rows = plures.OrthogonalDropout(Encoder(), 3, schedule="together"), torch.randn(4, 4, 8)
+    for stage in ensemble.stages():
+        stage(rows, torch.arange(4)).backward()
+    with torch.no_grad():
+        expected = ensemble.eval()(rows)
+        again = pickle.loads(pickle.dumps(ensemble.engine("owned")))
+        torch.testing.assert_close(again(rows), expected, atol=1e-5, rtol=1e-4)
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64)
+            torch.testing.assert_close(ensemble.engine("owned")(rows), expected, atol=1e-5, rtol=1e-4)
+        finally:
+            torch.set_default_dtype(before)

@@ -301,3 +301,12 @@ def test_held_out_batches_of_one_class_do_not_spoil_the_end_of_a_training(caplog
     ensemble.fit(loader(slice(64)), 1, validation=[(inputs[labels == 3], labels[labels == 3])], progress=False)
     assert ensemble.calibration is None
     assert "trained and not calibrated: all 8 held-out targets are class 3" in caplog.text
+
+
+def test_a_second_fit_says_that_it_trains_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ensemble = made().fit(loader(slice(64)), epochs=1, progress=False)
+    before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
+    caplog.clear()
+    ensemble.fit(loader(slice(64)), epochs=1, progress=False)
+    assert "fit trains nothing" in caplog.text
+    assert all(tensor.equal(before[name]) for name, tensor in ensemble.state_dict().items())

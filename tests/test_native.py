@@ -329,7 +329,7 @@ DAMAGES = {
     "strides": lambda t: torch.stack([t, t], -1)[..., 0],
     "sparse": lambda t: t.to_sparse(),
     "negative": lambda t: torch.full_like(t, -1),
-    "large": lambda t: torch.full_like(t, 2**15 - 1),
+    "large": lambda t: torch.full_like(t, 255 if t.dtype == torch.uint8 else 2**15 - 1),
     "one more": lambda t: t + 1,
     "reversed": lambda t: t.flip(-1),
     "part of wider rows": lambda t: torch.cat([t, t], -1).chunk(2, -1)[0] if t.dim() else t,

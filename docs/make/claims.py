@@ -478,6 +478,16 @@ def table(recipe: str) -> str:
     return f"### {SETS[recipe]}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+def accuracies() -> str:
+    """Return the sentence of the README about what members can do, together and alone."""
+    split, deep, single = chosen("cifar10-cpu", TOGETHER, DEEP, SINGLE)
+    return (
+        f"There, five members together are right for {split.cell('accuracy', 1, 100)} % of the images, five networks "
+        f"for {deep.cell('accuracy', 1, 100)} %, one network for {single.cell('accuracy', 1, 100)} %, and one member "
+        f"alone for {split.cell('mean_member_accuracy', 1, 100)} % ({seeds(split, deep)})."
+    )
+
+
 CLAIMS = (quality, costs, elsewhere, abstaining, members)
 LOSSES = (equal_training, calibration, shift, small)
 
@@ -488,6 +498,7 @@ def generated() -> dict[str, str]:
     return {
         "claims": "\n".join(f"{make()}" for make in CLAIMS),
         "adapted": adapted(),
+        "accuracies": accuracies(),
         "losses": "\n".join(make() for make in LOSSES),
         "sets": "\n".join([*(table(recipe) for recipe in SETS if rows_of(recipe)), *filter(None, [pretrained()])]),
     }

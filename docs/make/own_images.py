@@ -9,11 +9,15 @@ The table goes to docs/results/own-images.md.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
+
+from plures.lab.costs import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
 CLASSES = {0: "goldfish", 1: "centipede", 2: "black stork", 3: "tabby"}
@@ -32,6 +36,17 @@ def write_images(data: Path, folder: Path) -> None:
                 (place / f"{number}.jpg").write_bytes(image)
 
 
+def line(row: dict[str, Any]) -> str:
+    """Return the line of a method."""
+
+    def cell(metric: str, digits: int, scale: float = 1) -> str:
+        found = row["metrics"][metric]
+        return f"{scale * found['mean']:.{digits}f} ± {scale * (found['deviation'] or 0):.{digits}f}"
+
+    figures = cell("accuracy", 1, 100), cell("nll", 3), cell("ece", 3), f"{row['costs']['size']:.2f} x"
+    return f"| {' | '.join([row['name'], *figures])} |"
+
+
 def main() -> None:
     """Write the folder, train, and keep the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,9 +59,14 @@ def main() -> None:
     words = ["--data", str(asked.runs / "folder"), "--methods", *methods, "--seeds", asked.seeds]
     command = [sys.executable, "-m", "plures", "compare", "images", *words, "--runs", str(asked.runs)]
     subprocess.run(command, check=True)
-    table = (asked.runs / "images/results.md").read_text()
-    told = "- 240 training images of 4 classes, 200 test images; command: python docs/make/own_images.py --data DATA\n"
-    (RESULTS / "own-images.md").write_text(f"{table.rstrip()}\n{told}")
+    rows = json.loads((asked.runs / "images/results.json").read_text())["rows"]
+    lines = ["| method | accuracy % | NLL | ECE | file |", "|---|---|---|---|---|", *map(line, rows), ""]
+    told = [
+        f"- 240 training images of 4 classes, 200 test images; mean and standard deviation of {asked.seeds} seeds",
+        "- command: python docs/make/own_images.py --data DATA",
+        f"- machine: {', '.join(f'{key} {value}' for key, value in machine().items())}",
+    ]
+    (RESULTS / "own-images.md").write_text("\n".join([*lines, *told]) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import picture
 
 DOCS = Path(__file__).parent.parent
 PLACE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-MARK = re.compile(r"<!-- (claims|adapted|losses|sets) -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"<!-- (claims|adapted|losses|sets|accuracies) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def main() -> None:
@@ -27,8 +27,10 @@ def main() -> None:
 
 def pages() -> Iterator[Path]:
     """Return the pages that may have marks."""
+    yield DOCS.parent / "README.md"
     yield DOCS / "results.md"
     yield DOCS / "guide/pretrained-network.md"
+    yield DOCS / "guide/command-line.md"
     yield from sorted((DOCS / "evidence").glob("*.md"))
 
 

@@ -266,6 +266,8 @@ class Trainable(Predictor):
         where = next(iter(self.parameters())).device if device is None else torch.device(device)
         self.to(where)
         by_step = {step.name: _epochs_of(step.phase, epochs) for step in self.plan()}
+        if due(self.plan()) is None:
+            log.warning("fit trains nothing: all stages are committed; make a new ensemble to train from the start")
         make = optimizer or (lambda stage: AdamW(stage.parameter_groups(weight_decay=DECAY), lr=RATE * stage.pace))
         file = None if checkpoint is None else CheckpointFile(Path(checkpoint), self, epochs)
         with (
@@ -274,16 +276,14 @@ class Trainable(Predictor):
         ):
             while (step := due(self.plan())) is not None:
                 loop = _loop(self, step, loader, by_step[step.name], make, schedule, where)
-                number = 0 if file is None else file.resume(loop)
-                if number:
+                if number := 0 if file is None else file.resume(loop):
                     display.say(f"resuming {step.name} after epoch {number} of {loop.epochs}")
                 while number < loop.epochs and (patience is None or number - loop.best.epoch < patience):
                     number += 1
                     record = loop.epoch(number)
                     if validation is not None:
-                        found = loop.score(_pairs(validation, where), with_loss=patience is not None)
-                        record["validation_accuracy"], loss = found
-                        record["validation_loss"] = loss
+                        accuracy, loss = loop.score(_pairs(validation, where), with_loss=patience is not None)
+                        record |= {"validation_accuracy": accuracy, "validation_loss": loss}
                         if loss is not None and loss < loop.best.loss:
                             loop.best = Best(loss, number, _copies(loop.stage))
                     if file is not None:

@@ -61,8 +61,8 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
         parts += [f"epoch {record['epoch']}/{record['epochs']}", f"loss {record['loss']:.3f}"]
         if record["validation_accuracy"] is not None:
             parts.append(f"validation {record['validation_accuracy']:.1%}")
-        parts.append(f"{record['images_per_second']:,.0f} images/s")
         parts.append(f"{duration(left * self._seconds / self._seen)} left")
+        parts.append(f"{record['images_per_second']:,.0f} images/s")  # the last: a narrow terminal cuts it
         line = "  ".join(parts)
         ended = record["epoch"] == record["epochs"]
         if ended or (not self._live and time.monotonic() - self._last_line >= PAUSE):

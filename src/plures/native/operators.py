@@ -122,8 +122,7 @@ def _linear(
     has five sizes: inputs, outputs, copies, the length of its places, and whether a ReLU follows.
     """
     held = (starts, places, weights, owners, bias, ids)
-    layers = recall(held, *sizes)
-    if layers is None:
+    if (layers := recall(held, *sizes)) is None:
         layers = _layers(held, sizes)
         remember(layers, held, *sizes)
     members, outputs = len(ids), sizes[-4]
@@ -148,8 +147,9 @@ def linear_of(x: Tensor) -> Callable[..., Tensor]:
 def _layers(held: Sequence[Tensor], sizes: list[int]) -> Any:
     """Check the layers of a chain, and fill their structures."""
     members, made, used = len(held[-1]), (Linear * (len(sizes) // 5))(), [0] * 5
-    kinds = (torch.int32, torch.int16, torch.float32, torch.uint8, torch.float32, torch.int32)
-    plain = all(one.dtype == kind and one.is_cpu and one.is_contiguous() for one, kind in zip(held, kinds, strict=True))
+    whole, real = torch.int32, torch.float32
+    kinds = [(whole, 2), (torch.int16, 1), (real, 1), (torch.uint8, 1), (real, 2), (whole, 1)]
+    plain = [(one.dtype, one.dim()) for one in held if one.is_cpu and one.is_contiguous()] == kinds
     if not plain or not members or not sizes or len(sizes) % 5 or len(held[0]) != members or len(held[4]) != members:
         raise PluresError("linear layers take float32 and lists on the CPU, one after the other: use linear_lists")
 

@@ -184,7 +184,7 @@ def check_roles(network: nn.Module, given: Mapping[str, str]) -> dict[str, Role]
         if role is not result[first[name]]:
             raise PluresError(f"{first[name]!r} and {name!r} are one tied tensor and must have one role")
     if Role.SPLIT not in result.values() and all(one.requires_grad for one in network.parameters()):
-        raise PluresError(f"{type(network).__name__} has nothing to split: no tensor has the role 'split'")
+        raise PluresError(f"{type(network).__name__} has nothing to split: no tensor (past last=) has the role 'split'")
     return result
 
 

@@ -302,7 +302,7 @@ class MembersNorm(OfMembers):
             return cast(Tensor, operators.affine(x, factor, shift, self.relu))
         if isinstance(layer, nn.LayerNorm):
             # With factors, torch is twice as fast.
-            x = F.layer_norm(x, layer.normalized_shape, torch.ones(layer.normalized_shape), eps=layer.eps)
+            x = F.layer_norm(x, layer.normalized_shape, x.new_ones(layer.normalized_shape), eps=layer.eps)
             shape = [len(factor), *[1] * (x.dim() - len(layer.normalized_shape)), *layer.normalized_shape]
         else:
             if isinstance(layer, nn.GroupNorm):

@@ -61,7 +61,7 @@ class Replacer:
                 if inner is not None:
                     layer._modules[child] = self.substitute(f"{name}.{child}".lstrip("."), inner)
             if type(layer) is nn.TransformerEncoderLayer and layer.activation is F.gelu:
-                layer.activation = torch.ops.aten.gelu_  # in place of what the first linear layer returns
+                layer.activation = cast(Any, torch._C._nn).gelu_  # in place of what the first linear layer returns
             return layer
         if id(layer) not in self._replaced:
             self._replaced[id(layer)] = layer, self._known(name, layer) or self._each(name, layer)
