@@ -199,7 +199,7 @@ class OrthogonalDropout(Ensemble):
         Measured on validation data: 3 for a fifth of the weights from scratch (digits); of the rate of fine-tuning,
         which is a tenth of that, 3 for a fifth and 30 for a fiftieth (TREC).
         """
-        share = self._share or 1 / self.members
+        share = self._partition.share or 1 / self.members
         if self._background == "given":
             return float(0.1 * share**-0.85)
         return float(share**-0.7) if phase == "train" else 1.0
