@@ -114,6 +114,7 @@ class RandomNetwork(nn.Module):
         padding = self.random.choice((0, 1, 2, "same")) if min(self.shape[1:]) > 5 else 2
         stride = 1 if padding == "same" else self.random.choice((1, 1, 1, 2))
         mode = self.random.choice(("zeros",) * 5 + ("reflect",))
+        mode = mode if min(self.shape[1:]) > 5 else "zeros"  # a small image reflects less than a kernel of 5 needs
         padding = 1 if mode == "reflect" and padding in (0, 2) else padding
         return nn.Conv2d(
             *(inputs, outputs, size),

@@ -62,6 +62,12 @@ class TestLargePromises:
         monkeypatch.setattr(torch.Tensor, "repeat", None)  # how private tensors are copied
         assert "'member 2/1.weight' is missing" in refused(tmp_path, forged)
 
+    @pytest.mark.parametrize("share", [0.1, "x", [0.2], True, {}])
+    def test_a_share_of_members_that_see_zeros(self, tmp_path, share: object) -> None:
+        forged = forgery(tmp_path, "OrthogonalDropout", members=2)
+        forged.document["options"]["share"] = share
+        assert "it needs background='given'" in refused(tmp_path, forged)
+
     def test_slots_and_factors_that_are_not_there(self, tmp_path) -> None:
         forged = forgery(tmp_path, "MIMO", members=2)
         forged.document["options"]["members"] = 200

@@ -176,7 +176,7 @@ def reshape(forgery: Forgery, chance: Random, _: list[Path]) -> None:
         lambda: tensor[:-1] if tensor.dim() else tensor,
         lambda: torch.cat([flat, flat]),
         lambda: torch.stack([tensor] * 3),
-        lambda: tensor.transpose(0, -1) if tensor.dim() > 1 else flat.flip(0),
+        lambda: tensor.transpose(0, -1) if tensor.dim() > 1 else flat[[*range(len(flat))][::-1]],
         lambda: flat[:1].repeat(1_000_000) if len(flat) else flat,
         lambda: tensor.reshape(0, 10**9) if not len(flat) else flat[:0].reshape(0, 10**9),
     ]

@@ -101,8 +101,6 @@ class OrthogonalDropout(Ensemble):
             raise PluresError(
                 f"members that change a given network start from it and own weights at random: no {wrong}"
             )
-        if share is not None and not changes:
-            raise PluresError(f"share={share} would leave weights that no member uses: it needs background='given'")
         if changes:
             check_pretrained(network)
         seed = check_seed(seed)
@@ -151,6 +149,8 @@ class OrthogonalDropout(Ensemble):
             self._partition.set_share(self._share)
             own = own_tensors(self.network)
             self._given = Private({name: own[name].detach() for name in self.owners}, 1)
+        elif self._share is not None:
+            raise PluresError(f"share={self._share} leaves weights that no member uses: it needs background='given'")
 
     # Training: Algorithm 1, or all members together
 
