@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PER_LEVEL = ("kernels.c", "training.c")  # compiled once for each set of instructions
-SOURCES = ("owned.h", "training.h", "vectors.h", "rows.h", "channels.h", *PER_LEVEL, "library.c")
+SOURCES = ("owned.h", "training.h", "vectors.h", "rows.h", "channels.h", "winograd.h", *PER_LEVEL, "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 
 

@@ -68,6 +68,8 @@ static Window window_of(const Convolution *c) {
    expect them, and waiting for them would take as long as the copy. */
 #define CHANNELS_AHEAD 2
 
+#include "winograd.h"
+
 static void pack_images(const Convolution *c, const Window *w, const float *map, int top, int left, float *packed) {
     const int64_t next = (int64_t)c->height * c->width * LANES;
     const int begin = left < 0 ? least(w->columns, up(-left, w->skip_x)) : 0;
@@ -472,6 +474,14 @@ typedef struct {
 /* So fine that all threads have something to do. What is computed does not depend on it. */
 static Cut cut_of(const Convolution *c, int threads) {
     Cut cut;
+    if (winograd_pays(c)) {
+        const int64_t tiles = tiles_of(c).all, parts = threads > 1 ? up(4 * threads, c->members) : 1;
+        cut = (Cut){.rows = up(tiles, up(tiles, least(MOST_TILES, up(tiles, parts)))), .columns = 1, .together = 1, .images = 1, .across = 1};
+        cut.down = up(tiles, cut.rows);
+        cut.outputs = least(c->outputs, MOST_OUTPUTS);
+        cut.chunks = up(c->outputs, cut.outputs);
+        return cut;
+    }
     if (is_sparse(c)) {
         cut.rows = c->output_height;
         cut.columns = c->output_width;
@@ -502,6 +512,7 @@ static int64_t convolution_items(const Convolution *c, int threads) {
 }
 
 static int64_t convolution_scratch(const Convolution *c) {
+    if (winograd_pays(c)) return winograd_scratch(c);
     if (is_sparse(c)) return channels_scratch(c);
     const Window w = window_of(c);
     const int64_t packed = c->lanes == 1 ? c->channels * patch_of(c).channel_size + LONGEST * LANES : w.direct ? 0 : w.blocks * w.block_size;
@@ -513,6 +524,11 @@ static void convolution_item(const Convolution *c, int threads, int64_t item, vo
     const Cut cut = cut_of(c, threads);
     const int first = item % cut.chunks * cut.outputs, last = least(first + cut.outputs, c->outputs);
     item /= cut.chunks;
+    if (winograd_pays(c)) {
+        const int64_t begin = item % cut.down * cut.rows;
+        winograd_item(c, item / cut.down, begin, least(begin + cut.rows, tiles_of(c).all), first, last, scratch);
+        return;
+    }
     const int x = item % cut.across * cut.columns, y = item / cut.across % cut.down * cut.rows;
     item /= cut.across * cut.down;
     const int image = item % cut.images * cut.together, member = item / cut.images;
@@ -526,6 +542,7 @@ const Kernels NAME = {
     .convolution_items = convolution_items,
     .convolution_scratch = convolution_scratch,
     .convolution_item = convolution_item,
+    .joins_halves = winograd_pays,
     .rows_items = rows_items,
     .rows_scratch = rows_scratch,
     .rows_item = rows_item,

@@ -127,6 +127,7 @@ static void convolution_item(const Job *job, int64_t item, void *scratch) {
 }
 
 static Job convolution_job(const Kernels *kernels, const Convolution *layer, int threads) {
+    if (layer->lanes != 1 && layer->lanes != kernels->lanes && !kernels->joins_halves(layer)) kernels = plures_kernels("avx2");
     prefer_large_pages(layer->output, (int64_t)layer->members * layer->images * layer->outputs * layer->output_height
                                           * layer->output_width * layer->lanes);
     return (Job){.kernels = kernels, .layer = layer, .item = convolution_item, .threads = threads,

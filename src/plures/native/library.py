@@ -15,7 +15,7 @@ from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
 
-INTERFACE = 9  # PLURES_INTERFACE of owned.h
+INTERFACE = 10  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):
@@ -42,6 +42,8 @@ class Library:
             raise UnavailableError(f"{path} has no kernels for {level or 'this CPU'}")
         self.kernels = ctypes.c_void_p(kernels)
         self.lanes = int(functions.plures_lanes(self.kernels))
+        halves = self.lanes == 16 and functions.plures_kernels(b"avx2") is not None
+        self.layouts = (1, 8, 16) if halves else (1, self.lanes)  # numbers of images that may lie side by side
         self.instructions = functions.plures_instructions(self.kernels).decode()
         shared = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of the OpenMP that torch has loaded
         functions.plures_use_threads(None if shared is None else ctypes.cast(shared, ctypes.c_void_p))
@@ -85,6 +87,7 @@ def _load_once(setting: str) -> Library | UnavailableError:
             return Library(packaged, level)
         folder = cache_folder()
         levels = [level or _level_here(folder)]
+        levels += ["avx2"] if levels == ["avx512"] else []  # for half as many images as a vector holds
         return Library(build.find(folder, levels) or build.compile_into(folder, levels), level)
     except build.CannotCompileError as error:
         return UnavailableError(f"the native library cannot be compiled: {error}; install a C compiler")

@@ -87,7 +87,7 @@ def _convolution(
     output = _convolved(x, bias, kernel, stride, padding)
     _, images, channels, height, width, lanes = x.shape
     read = inputs * (3 * stride[0] + kernel[0]) * (3 * stride[1] + kernel[1]) * library.lanes  # by a tile of outputs
-    if min(output.shape) < 1 or lanes not in (1, library.lanes) or read >= MOST:
+    if min(output.shape) < 1 or lanes not in library.layouts or read >= MOST:
         raise PluresError(f"a kernel of {tuple(kernel)} cannot run over {tuple(x.shape)}")
     refuse_gradients(residual)
     if residual is not None:
@@ -187,11 +187,11 @@ def _blocked_shape(x: Tensor, members: int, lanes: int) -> list[int]:
 def _block(x: Tensor, members: int, lanes: int) -> Tensor:
     library = load()
     refuse_gradients(x)
-    fits = x.dim() == 4 and members > 0 and x.shape[0] % members == 0 and lanes in (1, library.lanes)
+    fits = x.dim() == 4 and members > 0 and x.shape[0] % members == 0 and lanes in library.layouts
     if not fits or not is_plain(x):
         raise PluresError(
-            f"images must be float32 on the CPU, [{members} members * batch, channels, rows, columns], in 1 or "
-            f"{library.lanes} lanes, not {x.dtype} {tuple(x.shape)} on {x.device} in {lanes} lanes"
+            f"images must be float32 on the CPU, [{members} members * batch, channels, rows, columns], in "
+            f"{library.layouts} lanes, not {x.dtype} {tuple(x.shape)} on {x.device} in {lanes} lanes"
         )
     output = x.new_empty(_blocked_shape(x, members, lanes))
     _relay(library, x, output, back=False)
@@ -203,7 +203,7 @@ def _unblock(x: Tensor, images: int) -> Tensor:
     refuse_gradients(x)
     x = floats("activations", x, *[None] * 6)
     members, blocks, channels, height, width, lanes = x.shape
-    if lanes not in (1, library.lanes) or not (blocks - 1) * lanes < images <= blocks * lanes:
+    if lanes not in library.layouts or not (blocks - 1) * lanes < images <= blocks * lanes:
         raise PluresError(f"{blocks} blocks of {lanes} lanes do not hold {images} images")
     output = x.new_empty(members * images, channels, height, width)
     _relay(library, output, x, back=True)

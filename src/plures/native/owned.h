@@ -4,10 +4,10 @@
 #include <stdint.h>
 #include "training.h"
 
-#define PLURES_INTERFACE 9 /* raised with every change of the structures or functions below */
+#define PLURES_INTERFACE 10 /* raised with every change of the structures or functions below */
 
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
-   side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
+   side by side, or one where the pixels of one image fill the vectors; half of 16 lanes, where two tiles do. The kernels that a member owns stand in lists, one
    per (member, group of input channels, output channel), one list after the other:
    `starts`, [member][lists of the member + 1], says where each begins and the last one ends, `places` which input channel of the group (whole kernels) or which tap of which input
    channel (single weights: channel * taps + tap) an entry multiplies, `values` by what. */
@@ -80,6 +80,7 @@ typedef struct {
     int64_t (*convolution_items)(const Convolution *, int threads);
     int64_t (*convolution_scratch)(const Convolution *); /* bytes that each thread needs */
     void (*convolution_item)(const Convolution *, int threads, int64_t item, void *scratch);
+    int (*joins_halves)(const Convolution *); /* lanes are half of these, and two tiles of images fill a vector */
     int64_t (*rows_items)(const Rows *);
     int64_t (*rows_scratch)(const Rows *);
     void (*rows_item)(const Rows *, int64_t item, float *scratch);

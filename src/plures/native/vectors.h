@@ -7,9 +7,10 @@
 #endif
 
 #define ALWAYS static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 24")
 
 typedef float vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t mask __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 /* sum += a * b. Left to itself the compiler moves sums from register to register, or computes each address anew. */
@@ -49,6 +50,26 @@ ALWAYS mask widened(const uint8_t *p) {
     return made;
 #endif
 }
+
+#if LANES == 16 /* of two halves, which may be NULL: zeros, and nothing is stored */
+ALWAYS vector load_two(const float *a, const float *b) {
+    const eight first = a ? *(const eight *)a : (eight){0}, second = b ? *(const eight *)b : (eight){0};
+#ifdef __AVX512F__
+    return (vector)_mm512_insertf64x4(_mm512_castpd256_pd512((__m256d)first), (__m256d)second, 1);
+#else
+    return (vector){first[0], first[1], first[2], first[3], first[4], first[5], first[6], first[7],
+                    second[0], second[1], second[2], second[3], second[4], second[5], second[6], second[7]};
+#endif
+}
+ALWAYS void store_two(float *a, float *b, vector v) {
+    const eight *halves = (const eight *)&v;
+    if (a) *(eight *)a = halves[0];
+    if (b) *(eight *)b = halves[1];
+}
+#else
+#define load_two(a, b) splat(0)
+#define store_two(a, b, v) ((void)0)
+#endif
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -395,7 +395,7 @@ class Into(OfMembers):
     def __init__(self, count: int, layout: str, shared: bool = False) -> None:
         super().__init__(count)
         self.layout, self.shared = layout, shared
-        self.lanes = load().lanes
+        self.layouts = load().layouts
 
     def forward(self, x: Any, batch: Any = None) -> Any:
         """Convert a value; `batch` is what the network was given, and has one row per sample."""
@@ -405,7 +405,7 @@ class Into(OfMembers):
         if self.layout == "blocked":
             held = 1 if self.shared else self.count
             # Vectors that are half full of images are still faster than vectors of pixels.
-            return operators.block(x, held, self.lanes if 2 * (len(x) // held) > self.lanes else 1)
+            return operators.block(x, held, max(n for n in self.layouts if n < 2 * max(1, len(x) // held)))
         if self.layout == "plain":
             return operators.unblock(x, len(batch))
         return Apart(x.chunk(self.count)) if self.layout == "apart" else torch.cat(x.values)
