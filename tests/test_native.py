@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import stat
 from collections.abc import Iterator
@@ -167,10 +168,11 @@ def chain_of(*layers: LinearWeights, relu: bool = False) -> list[object]:
     return [starts, *joined, torch.zeros(members, sum(one.outputs for one in layers)), ids, sizes]
 
 
-def layer_of(members: int = 3, batch: int = 9) -> tuple[Tensor, Lists, Tensor]:
-    weight = torch.randn(12, 10, 3, 3, generator=generator(0))
-    lists = kernel_lists(weight, drawn_owners((12, 10, 1, 1), members, 0), list(range(members)))
-    return torch.randn(members * batch, 10, 6, 7, generator=generator(1)), lists, torch.zeros(members, 12)
+def layer_of(channels: int = 10) -> tuple[Tensor, Lists, Tensor]:
+    members, batch, outputs = 3, 9, channels + 2
+    weight = torch.randn(outputs, channels, 3, 3, generator=generator(0))
+    lists = kernel_lists(weight, drawn_owners((outputs, channels, 1, 1), members, 0), list(range(members)))
+    return torch.randn(members * batch, channels, 6, 7, generator=generator(1)), lists, torch.zeros(members, outputs)
 
 
 def run(x: Tensor, lists: Lists, bias: Tensor, lanes: int) -> Tensor:
@@ -228,9 +230,38 @@ def test_depthwise_layers_of_members_are_torchs_own_with_any_number_of_threads(
         agrees(unblock(found[0], batch), after(expected if residual is None else expected + residual, relu))
 
 
+@given(
+    channels=st.integers(30, 80),
+    outputs=st.integers(30, 140),
+    size=st.tuples(st.integers(3, 13), st.integers(3, 19)),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    batch=st.sampled_from([5, 8, 9, 16, 17]),
+    relu=st.sampled_from([0, 1, 6]),
+    added=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_layers_of_many_kernels_are_torchs_own(channels, outputs, size, padding, batch, relu, added, seed):
+    random, members = generator(seed), 2
+    weight = torch.randn(outputs, channels, 3, 3, generator=random) / channels**0.5 / 3
+    owners = drawn_owners((outputs, channels, 1, 1), members, seed)
+    lists, bias = kernel_lists(weight, owners, [0, 1]), torch.randn(members, outputs, generator=random)
+    x = torch.randn(members * batch, channels, *size, generator=random)
+    each = [(weight * (owners == m)).double() for m in range(members)]
+    settings_of = ((3, 3), (1, 1), padding, *lists[3:], relu)
+    pairs = zip(x.double().chunk(members), each, bias.double(), strict=True)
+    expected = torch.cat([F.conv2d(*of, 1, padding) for of in pairs]).float()
+    residual = torch.randn(expected.shape, generator=random) if added else None
+    expected = after(expected if residual is None else expected + residual, relu)
+    for lanes in library.load().layouts[1:]:
+        shortcut = None if residual is None else block(residual, members, lanes)
+        found = convolution(block(x, members, lanes), shortcut, *lists[:3], bias, *settings_of)
+        agrees(unblock(found, batch), expected)
+
+
 @pytest.mark.parametrize("pixels", [True, False])
-def test_bits_do_not_depend_on_threads(pixels):
-    x, lists, bias = layer_of()
+@pytest.mark.parametrize("channels", [10, 80])
+def test_bits_do_not_depend_on_threads(pixels, channels):
+    x, lists, bias = layer_of(channels)
     results = []
     before = torch.get_num_threads()
     try:
@@ -565,28 +596,30 @@ def sixteen_lanes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source as it is compiled for AVX-512, in vectors that every CPU can run."""
     if shutil.which("cc") is None:
         pytest.fail("no C compiler; install one, or skip the native tests by PLURES_NATIVE=0")
-    wide = (build.LEVELS["avx512"][0], ("-DPLURES_PLAIN",))
+    levels = ["portable", "avx2"] if "avx2" in build.levels_of(platform.machine()) else ["portable"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.LEVELS, "portable", wide)
-        return build.compile_into(tmp_path_factory.mktemp("sixteen"), ["portable"])
+        for level, wide in zip(levels, ("avx512", "avx2"), strict=False):
+            patch.setitem(build.LEVELS, level, (build.LEVELS[wide][0], ("-DPLURES_PLAIN",)))
+        return build.compile_into(tmp_path_factory.mktemp("sixteen"), levels)
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("size", [(3, 3), (1, 1)])
-def test_the_tiles_of_avx512_are_torchs_own(sixteen_lanes, monkeypatch, whole, stride, size):
+@pytest.mark.parametrize("outputs", [9, 90])
+def test_the_tiles_of_avx512_are_torchs_own(sixteen_lanes, monkeypatch, whole, stride, size, outputs):
     wide = library.Library(sixteen_lanes, "portable")
     monkeypatch.setattr("plures.native.operators.load", lambda: wide)
     members, batch, padding = 3, 19, size[0] // 2
-    weight = torch.randn(9, 70, *size, generator=generator(0)) / 25
-    owners = drawn_owners((9, 70, 1, 1) if whole else tuple(weight.shape), members, 0)
+    weight = torch.randn(outputs, 70, *size, generator=generator(0)) / 25
+    owners = drawn_owners((outputs, 70, 1, 1) if whole else tuple(weight.shape), members, 0)
     lists = kernel_lists(weight, owners, list(range(members)))
     x = torch.randn(members * batch, 70, 9, 11, generator=generator(1))
-    bias = torch.randn(members, 9, generator=generator(2))
+    bias = torch.randn(members, outputs, generator=generator(2))
     expected = torch.cat(
         [F.conv2d(part, weight * (owners == m), bias[m], stride, padding) for m, part in enumerate(x.chunk(members))]
     )
-    for lanes in (1, wide.lanes):
+    for lanes in wide.layouts:
         settings_of = (size, (stride, stride), (padding, padding), *lists[3:], False)
         found = convolution(block(x, members, lanes), None, *lists[:3], bias, *settings_of)
         agrees(unblock(found, batch), expected)

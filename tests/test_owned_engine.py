@@ -228,6 +228,30 @@ def test_a_network_that_cannot_be_traced_runs_layer_by_layer(granularity, caplog
 
 
 @needs_library
+@pytest.mark.parametrize("make", [networks.resnet, vision_transformer, networks.mlp])
+def test_a_large_network_runs_few_members_at_a_time(make, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("plures.methods.orthogonal_dropout.engines.owned.LARGE", 0)
+    ensemble = trained(make(), members=5)
+    engine = ensemble.engine("owned")
+    seen, run = [], library.Library.run
+
+    def watched(self: library.Library, function: str, *given: object) -> None:
+        seen.extend(one.members for one in given if hasattr(one, "members"))
+        run(self, function, *given)
+
+    monkeypatch.setattr(library.Library, "run", watched)
+    with torch.no_grad():
+        for batch in (1, 7, 20, 3, 16):
+            expected = torch.stack([ensemble.checkout(member)(pictures(make, batch)) for member in range(5)])
+            torch.testing.assert_close(engine(pictures(make, batch)), expected, rtol=1e-4, atol=1e-4)
+    assert seen[-1] == (5 if make is networks.mlp else 1), "one member of 16 images at a time, rows all together"
+    for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(ensemble.engine("owned")))):
+        some = other.predict(pictures(make, 20), members=[4, 0], batch_size=6).members
+        torch.testing.assert_close(some, ensemble.predict(pictures(make, 20)).members[[4, 0]])
+    assert "separate network" not in caplog.text
+
+
+@needs_library
 def test_models_of_transformers_run_owned(caplog) -> None:
     ensemble = trained(networks.transformers_vit(), members=5, granularity="block")
     engine = ensemble.engine("owned")

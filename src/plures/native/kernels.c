@@ -475,11 +475,11 @@ typedef struct {
 static Cut cut_of(const Convolution *c, int threads) {
     Cut cut;
     if (winograd_pays(c)) {
-        const int64_t tiles = tiles_of(c).all, parts = threads > 1 ? up(4 * threads, c->members) : 1;
-        cut = (Cut){.rows = up(tiles, up(tiles, least(MOST_TILES, up(tiles, parts)))), .columns = 1, .together = 1, .images = 1, .across = 1};
-        cut.down = up(tiles, cut.rows);
-        cut.outputs = least(c->outputs, MOST_OUTPUTS);
+        cut = (Cut){.columns = 1, .together = 1, .images = 1, .across = 1, .outputs = least(c->outputs, MOST_OUTPUTS)};
         cut.chunks = up(c->outputs, cut.outputs);
+        const int64_t tiles = tiles_of(c).all, parts = threads > 1 ? up(2 * threads, c->members * cut.chunks) : 1;
+        cut.rows = up(tiles, up(tiles, least(MOST_TILES, up(tiles, parts))));
+        cut.down = up(tiles, cut.rows);
         return cut;
     }
     if (is_sparse(c)) {
@@ -500,7 +500,7 @@ static Cut cut_of(const Convolution *c, int threads) {
     cut.down = up(c->output_height, cut.rows);
     cut.across = up(c->output_width, cut.columns);
     const int64_t items = cut.down * cut.across * c->members * cut.images;
-    const int64_t wanted = threads > 1 ? up(4 * threads, items) : 1;
+    const int64_t wanted = threads > 1 ? up(2 * threads, items) : 1;
     cut.outputs = up(c->outputs, least(wanted, up(c->outputs, 16)));
     cut.chunks = up(c->outputs, cut.outputs);
     return cut;

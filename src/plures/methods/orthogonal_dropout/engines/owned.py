@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from plures.calling import arguments, chunks, logits_of
+from plures.calling import arguments, call, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph, is_hooked, why_joined
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
@@ -18,6 +18,7 @@ from plures.native.library import load, why_unavailable
 from plures.tensors import own_tensors, shell
 
 AT_ONCE = 80  # samples times members whose activations stay near
+LARGE, FEW = 2**21, 16  # numbers of a network of which so few samples times members stay nearer than a whole batch
 MANY = 2**16
 
 
@@ -52,6 +53,9 @@ class Owned(Engine):
         self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
         if all(isinstance(layer, OwnedLinear | nn.Flatten | fx.GraphModule) for layer in self.network.modules()):
             self.samples_at_once = MANY  # a chain of linear layers takes few rows at a time by itself
+        large = sum(tensor.numel() for tensor in own_tensors(split.network).values()) > LARGE
+        together = replacer.shares_weights or self.samples_at_once == MANY or not large
+        self._rows_at_once = MANY * len(self.members) if together else FEW
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self._separate: Unfolded | None = None
         self._comparison = MemberComparison(split)
@@ -65,7 +69,8 @@ class Owned(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined."""
-        run, results = self._network_of(tuple(indices)).forward, []
+        network, results = self.network, list[Tensor]()
+        run = self._network_of(network, tuple(indices)).forward
         separate = self._separate  # looked at after the network, which another thread may have put away meanwhile
         if separate is not None:
             return separate.of_members(indices, batches)
@@ -73,7 +78,8 @@ class Owned(Engine):
             for batch in batches:
                 args, kwargs = arguments(batch)
                 simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-                if simple and args[0].dim() > 0 and len(args[0]) <= self.samples_at_once:
+                few = simple and args[0].dim() > 0 and len(args[0]) <= self.samples_at_once
+                if few and len(args[0]) * len(indices) <= self._rows_at_once:
                     results.append(logits_of(run(*args)))
                     continue
                 if self._comparison is None and batched(batch) not in self._batched:
@@ -82,18 +88,25 @@ class Owned(Engine):
                         'ensemble.engine("unfolded"), or a batch of another size'
                     )
                 parts = chunks(batch, self.samples_at_once)
-                results += [logits_of(run(*given.args, **given.kwargs)) for given in map(arguments, parts)]
+                results += [self._run(network, indices, part, size_of(part)) for part in parts]
         count = len(indices)
         results = [result.reshape(count, len(result) // count, *result.shape[1:]) for result in results]
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
-    def _network_of(self, indices: tuple[int, ...]) -> nn.Module:
+    def _run(self, network: nn.Module, indices: list[int], batch: Any, size: int) -> Tensor:
+        """Return the logits of some members, one after the other along the batch."""
+        step = len(indices) if torch.compiler.is_compiling() else max(1, self._rows_at_once // max(1, size))
+        groups = (tuple(indices[first : first + step]) for first in range(0, len(indices), step))
+        found = [logits_of(call(self._network_of(network, group), batch)) for group in groups]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _network_of(self, network: nn.Module, indices: tuple[int, ...]) -> nn.Module:
         """Return the network of some members: a structure of its own around the same tensors, made once."""
         if indices == tuple(range(len(self.members))):
-            return self.network
+            return network
         found = self._of_some.get(indices)
         if found is None:
-            found = shell(self.network)
+            found = shell(network)
             for layer in found.modules():
                 if isinstance(layer, OfMembers):
                     layer.choose(list(indices))

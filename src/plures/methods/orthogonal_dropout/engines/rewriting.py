@@ -46,6 +46,7 @@ class Replacer:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.one_by_one: list[str] = []  # the layers that run member by member
+        self.shares_weights = False  # whether layers with weights run once for all members
         self._replaced: dict[int, tuple[nn.Module, nn.Module]] = {}
 
     def whole(self, network: nn.Module) -> nn.Module:
@@ -112,8 +113,10 @@ class Rewriter(Replacer):
         self.graph = fx.Graph()
         self.holder = nn.Module()
         self.once = same_for_all(traced, parts)
+        self.shares_weights = any(parts.inside(f"{node.target}.") for node in self.once if node in traced.layers)
         self.values: dict[fx.Node, Value] = {}
         self.batch: fx.Node | None = None
+        self.lanes = lanes_of(traced, parts)
         self._made: dict[str, str] = {}
         self._converted: dict[tuple[fx.Node, str], fx.Node] = {}
 
@@ -270,7 +273,7 @@ class Rewriter(Replacer):
         """Write a conversion, once for each node."""
         key = (node, layout)
         if key not in self._converted:
-            make = lambda: Into(self.members, layout, shared)  # noqa: E731
+            make = lambda: Into(self.members, layout, shared, self.lanes)  # noqa: E731
             self._converted[key] = self._call(f"into {layout} {shared}", make, node, self.batch)
         return self._converted[key]
 
@@ -297,6 +300,19 @@ def same_for_all(traced: Graph, parts: Parts) -> set[fx.Node]:
         if node.op == "placeholder" or (once and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def lanes_of(traced: Graph, parts: Parts) -> tuple[int, ...]:
+    """Return how many images may lie side by side: half of 16 only if most weights are kernels that fill vectors."""
+    filling = total = 0
+    for node, layer in traced.layers.items():
+        if isinstance(layer, nn.Conv2d):
+            owners = parts.owners.get(parts.first(f"{node.target}.weight"))
+            whole = owners is not None and owners.numel() < layer.weight.numel()
+            filling += layer.weight.numel() * (whole and (layer.kernel_size, layer.stride) == ((3, 3), (1, 1)))
+            total += layer.weight.numel()
+    lanes = load().layouts
+    return lanes if 2 * filling > total else (lanes[0], lanes[-1])
 
 
 class AllMembers(OfMembers):
@@ -392,10 +408,9 @@ class EachCall(OfMembers):
 class Into(OfMembers):
     """Bring a batch into another layout: tiled, blocked, plain (from blocked), apart, or joined (from apart)."""
 
-    def __init__(self, count: int, layout: str, shared: bool = False) -> None:
+    def __init__(self, count: int, layout: str, shared: bool, lanes: tuple[int, ...]) -> None:
         super().__init__(count)
-        self.layout, self.shared = layout, shared
-        self.layouts = load().layouts
+        self.layout, self.shared, self.lanes = layout, shared, lanes
 
     def forward(self, x: Any, batch: Any = None) -> Any:
         """Convert a value; `batch` is what the network was given, and has one row per sample."""
@@ -405,7 +420,7 @@ class Into(OfMembers):
         if self.layout == "blocked":
             held = 1 if self.shared else self.count
             # Vectors that are half full of images are still faster than vectors of pixels.
-            return operators.block(x, held, max(n for n in self.layouts if n < 2 * max(1, len(x) // held)))
+            return operators.block(x, held, max(n for n in self.lanes if n < 2 * max(1, len(x) // held)))
         if self.layout == "plain":
             return operators.unblock(x, len(batch))
         return Apart(x.chunk(self.count)) if self.layout == "apart" else torch.cat(x.values)
