@@ -234,6 +234,8 @@ def test_a_large_network_runs_few_members_at_a_time(make, monkeypatch, caplog) -
     ensemble = trained(make(), members=5)
     engine = ensemble.engine("owned")
     seen, run = [], library.Library.run
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def watched(self: library.Library, function: str, *given: object) -> None:
         seen.extend(one.members for one in given if hasattr(one, "members"))
@@ -244,6 +246,7 @@ def test_a_large_network_runs_few_members_at_a_time(make, monkeypatch, caplog) -
         for batch in (1, 7, 20, 3, 16):
             expected = torch.stack([ensemble.checkout(member)(pictures(make, batch)) for member in range(5)])
             torch.testing.assert_close(engine(pictures(make, batch)), expected, rtol=1e-4, atol=1e-4)
+    torch.set_num_threads(before)
     assert seen[-1] == (5 if make is networks.mlp else 1), "one member of 16 images at a time, rows all together"
     for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(ensemble.engine("owned")))):
         some = other.predict(pictures(make, 20), members=[4, 0], batch_size=6).members

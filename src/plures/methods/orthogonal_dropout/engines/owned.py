@@ -18,7 +18,7 @@ from plures.native.library import load, why_unavailable
 from plures.tensors import own_tensors, shell
 
 AT_ONCE = 80  # samples times members whose activations stay near
-LARGE, FEW = 2**21, 16  # numbers of a network of which so few samples times members stay nearer than a whole batch
+LARGE, FEW = 2**21, 16  # numbers of a network of which so few samples times members of each thread stay nearer still
 MANY = 2**16
 
 
@@ -55,7 +55,7 @@ class Owned(Engine):
             self.samples_at_once = MANY  # a chain of linear layers takes few rows at a time by itself
         large = sum(tensor.numel() for tensor in own_tensors(split.network).values()) > LARGE
         together = replacer.shares_weights or self.samples_at_once == MANY or not large
-        self._rows_at_once = MANY * len(self.members) if together else FEW
+        self._rows_of_a_thread = MANY * len(self.members) if together else FEW
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self._separate: Unfolded | None = None
         self._comparison = MemberComparison(split)
@@ -69,7 +69,7 @@ class Owned(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined."""
-        network, results = self.network, list[Tensor]()
+        network, results, few = self.network, list[Tensor](), self._rows_of_a_thread * torch.get_num_threads()
         run = self._network_of(network, tuple(indices)).forward
         separate = self._separate  # looked at after the network, which another thread may have put away meanwhile
         if separate is not None:
@@ -78,8 +78,8 @@ class Owned(Engine):
             for batch in batches:
                 args, kwargs = arguments(batch)
                 simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-                few = simple and args[0].dim() > 0 and len(args[0]) <= self.samples_at_once
-                if few and len(args[0]) * len(indices) <= self._rows_at_once:
+                fits = simple and args[0].dim() > 0 and len(args[0]) <= self.samples_at_once
+                if fits and len(args[0]) * len(indices) <= few:
                     results.append(logits_of(run(*args)))
                     continue
                 if self._comparison is None and batched(batch) not in self._batched:
@@ -88,14 +88,14 @@ class Owned(Engine):
                         'ensemble.engine("unfolded"), or a batch of another size'
                     )
                 parts = chunks(batch, self.samples_at_once)
-                results += [self._run(network, indices, part, size_of(part)) for part in parts]
+                results += [self._run(network, indices, part, few // max(1, size_of(part))) for part in parts]
         count = len(indices)
         results = [result.reshape(count, len(result) // count, *result.shape[1:]) for result in results]
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
-    def _run(self, network: nn.Module, indices: list[int], batch: Any, size: int) -> Tensor:
-        """Return the logits of some members, one after the other along the batch."""
-        step = len(indices) if torch.compiler.is_compiling() else max(1, self._rows_at_once // max(1, size))
+    def _run(self, network: nn.Module, indices: list[int], batch: Any, at_once: int) -> Tensor:
+        """Return the logits of some members, one after the other along the batch; so many run at once."""
+        step = len(indices) if torch.compiler.is_compiling() else max(1, at_once)
         groups = (tuple(indices[first : first + step]) for first in range(0, len(indices), step))
         found = [logits_of(call(self._network_of(network, group), batch)) for group in groups]
         return found[0] if len(found) == 1 else torch.cat(found)
