@@ -32,12 +32,16 @@ static const int32_t *starts_of(const Convolution *c, int member, int64_t group)
     return c->starts + member * (up(c->channels, c->group) * c->outputs + 1) + group * c->outputs;
 }
 
-static int64_t most_kernels(const Convolution *c) {
+/* The most kernels that a member has for so many outputs that follow one another, as items take them. */
+static int64_t most_kernels(const Convolution *c, int outputs) {
     int64_t most = 0;
-    for (int member = 0; member < c->members; member++) {
-        const int64_t kernels = *starts_of(c, member, up(c->channels, c->group)) - *starts_of(c, member, 0);
-        if (kernels > most) most = kernels;
-    }
+    for (int member = 0; member < c->members; member++)
+        for (int first = 0; first < c->outputs; first += outputs) {
+            const int last = least(first + outputs, c->outputs);
+            int64_t kernels = 0;
+            for (int64_t group = 0; group < up(c->channels, c->group); group++) kernels += starts_of(c, member, group)[last] - starts_of(c, member, group)[first];
+            if (kernels > most) most = kernels;
+        }
     return most;
 }
 
@@ -46,7 +50,7 @@ static int winograd_pays(const Convolution *c) {
     const int usual = c->whole && c->kernel_height == 3 && c->kernel_width == 3 && c->stride_y == 1 && c->stride_x == 1;
     const int full = c->lanes == LANES || (LANES == 16 && c->lanes == 8);
     if (!usual || !full || c->output_height < TALL || c->output_width < WIDE || tiles_of(c).all < 2) return 0;
-    return most_kernels(c) >= 3 * ((int64_t)c->channels + c->outputs);
+    return most_kernels(c, c->outputs) >= 3 * ((int64_t)c->channels + c->outputs);
 }
 
 /* Change kernels that follow one another; two floats beyond the last one are written, too. */
@@ -136,8 +140,9 @@ ALWAYS void write_outputs(const Convolution *c, const vector sums[NUMBERS * TALL
 }
 
 static int64_t winograd_scratch(const Convolution *c) {
-    const int64_t sums = c->channels > c->group ? least(c->outputs, MOST_OUTPUTS) * NUMBERS * TALL * LANES : 0;
-    return (least(c->group, c->channels) * NUMBERS * LINES * LANES + sums + most_kernels(c) * NUMBERS_OF_KERNEL + 2) * (int64_t)sizeof(float);
+    const int outputs = least(c->outputs, MOST_OUTPUTS);
+    const int64_t sums = c->channels > c->group ? (int64_t)outputs * NUMBERS * TALL * LANES : 0;
+    return (least(c->group, c->channels) * NUMBERS * LINES * LANES + sums + most_kernels(c, outputs) * NUMBERS_OF_KERNEL + 2) * (int64_t)sizeof(float);
 }
 
 /* Compute some outputs of one member, for vectors of tiles from `begin` to `end`. */
