@@ -21,7 +21,8 @@ int plures_interface(void) { return PLURES_INTERFACE; }
 
 /* The size of a structure, by its place in the order of Python's STRUCTURES: the library is used only if both agree. */
 int64_t plures_size(int which) {
-    const int64_t sizes[] = {sizeof(Convolution), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm), sizeof(Linear), sizeof(Rows)};
+    const int64_t sizes[] = {sizeof(Convolution), sizeof(Blocking), sizeof(Affine), sizeof(KernelGradient), sizeof(Norm), sizeof(Linear), sizeof(Rows),
+                             sizeof(Digits), sizeof(Placing)};
     return sizes[which];
 }
 
@@ -252,4 +253,61 @@ int plures_affine(const Affine *layer, int threads) {
     job.items = (int64_t)layer->members * layer->images * layer->channels;
     prefer_large_pages(layer->output, job.items * layer->pixels);
     return share(&job);
+}
+
+/* ---- files: owners and values, in one pass each ---- */
+
+#define MOST_AT_ONCE 4096 /* entries of a table that stays in the first cache */
+
+/* Several digits at a time: a division by the power of the base is a multiplication by its inverse, which may be too small by one. */
+int plures_unpack(const Digits *packed, int threads) {
+    (void)threads;
+    const uint64_t base = packed->base;
+    uint64_t power = base;
+    int at_once = 1;
+    while (at_once < 4 && power * base <= MOST_AT_ONCE) power *= base, at_once++;
+    uint8_t table[MOST_AT_ONCE][4] = {0};
+    for (uint64_t number = 0; number < power; number++) {
+        uint64_t rest = number;
+        for (int place = 0; place < at_once; place++, rest /= base) table[number][place] = (uint8_t)(rest % base);
+    }
+    const uint64_t inverse = UINT64_MAX / power;
+    const int64_t written = packed->per_word + sizeof *table; /* at most, for a word */
+    for (int64_t done = 0, word = 0; done < packed->count; done += packed->per_word, word++) {
+        const int64_t left = packed->count - done;
+        uint8_t last[64 + 2 * sizeof *table], *to = left < written ? last : packed->digits + done;
+        uint64_t rest;
+        memcpy(&rest, packed->words + word, sizeof rest);
+        for (int place = 0; place < packed->per_word; place += at_once) {
+            uint64_t quotient = (uint64_t)((unsigned __int128)rest * inverse >> 64), number = rest - quotient * power;
+            if (number >= power) number -= power, quotient++;
+            memcpy(to + place, table[number], sizeof *table);
+            rest = quotient;
+        }
+        if (to == last) memcpy(packed->digits + done, last, left < packed->per_word ? left : packed->per_word);
+    }
+    return 0;
+}
+
+/* Inlined for each usual size: a copy of so many bytes is then an instruction. */
+static inline __attribute__((always_inline)) int place(const Placing *p, size_t size) {
+    const char *from[256], *const *ends = p->values + 256;
+    char *to = p->weight;
+    memcpy(from, p->values, sizeof from);
+    for (int64_t row = 0; row < p->rows; row++) {
+        const uint8_t *owners = p->owners + row / p->block * p->columns;
+        for (int64_t column = 0; column < p->columns; column++, to += size) {
+            const uint8_t owner = owners[column];
+            const char *value = from[owner];
+            if (value == ends[owner]) return 0;
+            memcpy(to, value, size);
+            from[owner] = value + size;
+        }
+    }
+    return !memcmp(from, ends, sizeof from);
+}
+
+/* Returns 1 if each owner has as many values as entries; otherwise nothing beyond them is read. */
+int plures_place(const Placing *p) {
+    return p->size == 4 ? place(p, 4) : p->size == 36 ? place(p, 36) : place(p, p->size);
 }

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include "training.h"
 
-#define PLURES_INTERFACE 9 /* raised with every change of the structures or functions below */
+#define PLURES_INTERFACE 10 /* raised with every change of the structures or functions below */
 
 /* A convolution of all members. Activations are [member][image block][channel][row][column][lanes]: `lanes` images lie
    side by side, or one where the pixels of one image fill the vectors. The kernels that a member owns stand in lists, one
@@ -72,6 +72,24 @@ typedef struct {
     int32_t members, images, channels, pixels; /* pixels: rows * columns * lanes */
     int32_t relu;
 } Affine;
+
+/* Digits of a base from 2 to 256, `per_word` in each word, the lowest first; the last word may have fewer. */
+typedef struct {
+    const uint64_t *words;
+    uint8_t *digits;
+    int64_t count;
+    int32_t base, per_word;
+} Digits;
+
+/* The entries of a weight, [row][column], of `size` bytes each, from what each owner has in order: from values[owner] to values[256 + owner].
+   `block` rows share their owners, [rows / block, rounded up][column]. */
+typedef struct {
+    const uint8_t *owners;
+    char *weight;
+    const char *const *values;
+    int64_t rows, columns, size;
+    int32_t block;
+} Placing;
 
 /* One build of the kernels. Work is cut into items that do not depend on the number of threads. */
 typedef struct {

@@ -80,7 +80,11 @@ Rows = _structure(
     (_LONG, "input_member_stride"),
     (_INT, "members rows count backward"),
 )
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (*(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows),)
+Digits = _structure("Digits", (_POINTER, "words digits"), (_LONG, "count"), (_INT, "base per_word"))
+Placing = _structure("Placing", (_POINTER, "owners weight values"), (_LONG, "rows columns size"), (_INT, "block"))
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    *(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows, Digits, Placing),
+)
 
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:
