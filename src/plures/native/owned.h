@@ -91,6 +91,14 @@ typedef struct {
     int32_t block;
 } Placing;
 
+/* What a checksum is of: a text of at most 63 bytes, and the bytes of a tensor. */
+typedef struct {
+    const char *label;
+    const uint8_t *data;
+    int64_t bytes;
+    uint8_t digest[32];
+} Message;
+
 /* One build of the kernels. Work is cut into items that do not depend on the number of threads. */
 typedef struct {
     int32_t lanes;

@@ -82,8 +82,10 @@ Rows = _structure(
 )
 Digits = _structure("Digits", (_POINTER, "words digits"), (_LONG, "count"), (_INT, "base per_word"))
 Placing = _structure("Placing", (_POINTER, "owners weight values"), (_LONG, "rows columns size"), (_INT, "block"))
+_DIGEST = (ctypes.c_uint8 * 32, "digest")
+Message = _structure("Message", (ctypes.c_char_p, "label"), (_POINTER, "data"), (_LONG, "bytes"), _DIGEST)
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    *(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows, Digits, Placing),
+    *(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows, Digits, Placing, Message),
 )
 
 

@@ -244,8 +244,8 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 
 def _filled_at_once(weight: Tensor, owners: Tensor, stored: Stored, places: Mapping[int, str]) -> bool:
     """Write the values of all owners to their places in one pass, if the native library can; return whether it did."""
-    plain = weight.is_cpu and weight.is_contiguous() and stored.shapes.keys() >= {*places.values()}
-    if not plain or library.why_unavailable():
+    fits = all(math.prod(stored.shapes.get(place, [math.inf])) <= weight.numel() for place in places.values())
+    if not fits or not weight.is_cpu or not weight.is_contiguous() or library.why_unavailable():
         return False
     values = {owner: stored.get(place) for owner, place in places.items()}
     if not all(one.is_floating_point() and one.dim() == 1 for one in values.values()):
