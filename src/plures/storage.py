@@ -124,10 +124,7 @@ Result = TypeVar("Result")
 
 
 def _reading(path: Path, largest: int, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
-    """Open a file, check its header, and put into one sentence whatever is wrong with it.
-
-    Tensors of up to `largest` numbers are read and checked at once, larger ones when they are needed.
-    """
+    """Open a file, check its header and tensors, those of more than `largest` numbers when needed, and word errors."""
     if not is_file(path):
         raise PluresError(f"there is no file {path}")
     try:
@@ -143,9 +140,8 @@ def _reading(path: Path, largest: int, use: Callable[[dict[str, Any], Stored], R
             def read(name: str) -> Tensor:
                 if name not in known:
                     raise PluresError(f"{path} is damaged: tensor {name!r} is missing")
-                if name not in usual:
-                    return _verified(path, {name: file.get_tensor(name)}, known)[name]
-                return verified.result()[name]
+                held = verified.result() if name in usual else _verified(path, {name: file.get_tensor(name)}, known)
+                return held[name]
 
             loss = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
             return use(document, Stored(document["options"], document["state"], shapes, read, loss))

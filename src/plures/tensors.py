@@ -187,21 +187,15 @@ def inner_names(names: Iterable[str]) -> dict[str, str]:
     return {name: f"{index}:{name.replace('.', '/')}" for index, name in enumerate(names)}
 
 
-def checksum(tensor: Tensor) -> str:
-    """Return the checksum of a tensor on the CPU: type and shape count with the bytes, so that no header can lie."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return digest(_label(tensor), data)
-
-
 def checksums(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the checksums of contiguous tensors on the CPU; the native library computes two at a time per thread."""
-    messages = [(_label(one), one.data_ptr(), one.nbytes) for one in named.values()]
-    found, threads = (Message * len(messages))(*messages), torch.get_num_threads()
-    if library.why_unavailable() or library.load().functions.plures_digests(found, len(found), threads):
-        with ThreadPoolExecutor(threads) as pool:
-            return dict(zip(named, pool.map(checksum, named.values()), strict=True))
-    return {name: bytes(one.digest).hex()[:16] for name, one in zip(named, found, strict=True)}
+    """Return checksums of contiguous tensors on the CPU: type and shape count, too, so that no header can lie.
 
-
-def _label(tensor: Tensor) -> bytes:
-    return f"{tensor.dtype}{list(tensor.shape)}".encode()
+    The native library computes two at a time in each thread.
+    """
+    given = [(f"{one.dtype}{list(one.shape)}".encode(), one.data_ptr(), one.nbytes) for one in named.values()]
+    found, threads = (Message * len(given))(*given), torch.get_num_threads()
+    if not library.why_unavailable() and not library.load().functions.plures_digests(found, len(found), threads):
+        return {name: bytes(one.digest).hex()[:16] for name, one in zip(named, found, strict=True)}
+    data = [one.reshape(-1).view(torch.uint8).numpy().data for one in named.values()]
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(named, pool.map(digest, [label for label, _, _ in given], data), strict=True))

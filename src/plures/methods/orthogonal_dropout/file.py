@@ -28,7 +28,7 @@ from plures.methods.orthogonal_dropout.owners import FREE, SplitNetwork, refille
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import library
 from plures.native.structures import BLOCK, Digits, Placing, filled
-from plures.tensors import Moments, checksum, overwrite, own_tensors
+from plures.tensors import Moments, checksums, overwrite, own_tensors
 
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
 HUGE_FILE = 5  # times the plain network: worth a warning however small it is
@@ -77,8 +77,9 @@ def base_tensors(split: SplitNetwork, dtype: torch.dtype | None = None) -> dict[
 
 def base_of(split: SplitNetwork) -> dict[str, list[str]]:
     """Return the dtype and the checksum of each tensor of the given network that members see unchanged."""
-    own = {name.removeprefix("given/"): one.cpu() for name, one in base_tensors(split).items()}
-    return {name: [str(one.dtype).removeprefix("torch."), checksum(one)] for name, one in own.items()}
+    own = {name.removeprefix("given/"): one.cpu().contiguous() for name, one in base_tensors(split).items()}
+    digests = checksums(own)
+    return {name: [str(one.dtype).removeprefix("torch."), digests[name]] for name, one in own.items()}
 
 
 def _read_base(split: SplitNetwork, stored: Stored) -> None:
@@ -245,19 +246,18 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
 def _filled_at_once(weight: Tensor, owners: Tensor, stored: Stored, places: Mapping[int, str]) -> bool:
     """Write the values of all owners to their places in one pass, if the native library can; return whether it did."""
     fits = all(math.prod(stored.shapes.get(place, [math.inf])) <= weight.numel() for place in places.values())
-    if not fits or not weight.is_cpu or not weight.is_contiguous() or library.why_unavailable():
+    plain = all(one.is_cpu and one.is_contiguous() for one in (weight, owners))
+    if not fits or not plain or library.why_unavailable():
         return False
     values = {owner: stored.get(place) for owner, place in places.items()}
     if not all(one.is_floating_point() and one.dim() == 1 for one in values.values()):
         return False
-    values = {owner: one.to(weight.dtype).contiguous() for owner, one in values.items()}
-    ends = (ctypes.c_void_p * 512)()
+    values, ends = {owner: one.to(weight.dtype) for owner, one in values.items()}, (ctypes.c_void_p * 512)()
     for owner, one in values.items():
         ends[owner], ends[256 + owner] = one.data_ptr(), one.data_ptr() + one.nbytes
     rows, columns = len(weight), owners.numel() // len(owners)
-    block = 1 if len(owners) == rows else BLOCK
-    size = weight.nbytes // (rows * columns)
-    placing = filled(Placing, owners, weight.detach(), ctypes.addressof(ends), rows, columns, size, block)
+    sizes = weight.nbytes // (rows * columns), 1 if len(owners) == rows else BLOCK
+    placing = filled(Placing, owners, weight.detach(), ctypes.addressof(ends), rows, columns, *sizes)
     return bool(library.load().functions.plures_place(ctypes.byref(placing)))
 
 
@@ -329,19 +329,14 @@ def pack(values: Tensor, base: int) -> Tensor:
 
 def unpack(words: Tensor, base: int, count: int) -> Tensor:
     """Read `count` digits back from the words that `pack` made."""
-    per_word, at_once = digits_per_word(base), 4 if base < 16 else 1
+    per_word = digits_per_word(base)
     if words.dtype != torch.int64 or words.dim() != 1 or words.numel() != -(-count // per_word):
         raise PluresError(f"{count} digits of base {base} need {-(-count // per_word)} words, not {words.numel()}")
     if not library.why_unavailable():
         unpacked = torch.empty(count, dtype=torch.uint8)
         library.load().run("plures_unpack", filled(Digits, words.contiguous(), unpacked, count, base, per_word))
         return unpacked
-    rest = words.cpu().numpy().view(np.uint64)
-    table = (np.arange(base**at_once)[:, None] // base ** np.arange(at_once) % base).astype(np.uint8)
-    table = table.view(f"u{at_once}")[:, 0]
-    digits = np.empty((rest.size, -(-per_word // at_once)), table.dtype)
-    for place in range(digits.shape[1]):
-        quotient = rest // np.uint64(base**at_once)
-        digits[:, place] = np.take(table, (rest - quotient * np.uint64(base**at_once)).view(np.int64))
-        rest = quotient
-    return torch.from_numpy(digits.view(np.uint8)[:, :per_word].reshape(-1)[:count])
+    rest, digits = words.numpy().view(np.uint64), np.empty((words.numel(), per_word), np.uint8)
+    for place in range(per_word):
+        rest, digits[:, place] = np.divmod(rest, np.uint64(base))
+    return torch.from_numpy(digits.reshape(-1)[:count])
