@@ -192,10 +192,11 @@ def checksums(named: Mapping[str, Tensor]) -> dict[str, str]:
 
     The native library computes two at a time in each thread.
     """
-    given = [(f"{one.dtype}{list(one.shape)}".encode(), one.data_ptr(), one.nbytes) for one in named.values()]
+    labels = [f"{one.dtype}{list(one.shape)}".encode() for one in named.values()]
+    given: Any = [(label, one.data_ptr(), one.nbytes) for label, one in zip(labels, named.values(), strict=True)]
     found, threads = (Message * len(given))(*given), torch.get_num_threads()
     if not library.why_unavailable() and not library.load().functions.plures_digests(found, len(found), threads):
         return {name: bytes(one.digest).hex()[:16] for name, one in zip(named, found, strict=True)}
     data = [one.reshape(-1).view(torch.uint8).numpy().data for one in named.values()]
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(named, pool.map(digest, [label for label, _, _ in given], data), strict=True))
+        return dict(zip(named, pool.map(digest, labels, data), strict=True))
