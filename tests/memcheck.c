@@ -3,11 +3,15 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include "../src/plures/native/owned.h"
 
 const Kernels *plures_kernels(const char *);
 int plures_convolution(const Kernels *, const Convolution *, int threads);
 int plures_rows(const Kernels *, const Rows *, int threads);
+int plures_unpack(const Digits *, int threads);
+int plures_place(const Placing *);
+int plures_digests(Message *, int count, int threads);
 int plures_steps(const Kernels *, const int *kinds, const void *const *layers, int steps, int members, int threads);
 
 static void step(int kind, const void *layer, int members, int threads) { plures_steps(plures_kernels("portable"), &kind, &layer, 1, members, threads); }
@@ -217,14 +221,61 @@ static void norm(void) {
     for (int i = 0; i < 6; i++) free(c[i]);
 }
 
+/* Owners and values of a file, in arrays of the very sizes; returns how many entries are wrong. */
+static int files(void) {
+    const int members = 2 + below(5), rows = 1 + below(30), columns = 1 + below(30), size = 1 + below(40), block = below(2) ? 8 : 1;
+    const int owned = (rows + block - 1) / block * columns, per_word = (int)(64 / log2(members));
+    const int64_t words = (owned + per_word - 1) / per_word;
+    uint64_t *packed = calloc(words, sizeof *packed);
+    uint8_t *owners = malloc(owned), *wanted = malloc(owned);
+    char *weight = malloc((size_t)rows * columns * size), *values[7];
+    const char *ends[512] = {0};
+    int64_t held[7] = {0};
+    int wrong = 0;
+    for (int i = 0; i < owned; i++) wanted[i] = (uint8_t)below(members);
+    for (int64_t i = owned - 1; i >= 0; i--) packed[i / per_word] = packed[i / per_word] * members + wanted[i];
+    plures_unpack(&(Digits){packed, owners, owned, members, per_word}, 1);
+    for (int i = 0; i < owned; i++) wrong += owners[i] != wanted[i];
+    for (int i = 0; i < rows * columns; i++) held[owners[i / columns / block * columns + i % columns]]++;
+    for (int m = 0; m < members; m++) {
+        values[m] = malloc(held[m] * size + 1);
+        memset(values[m], m + 1, held[m] * size);
+        ends[m] = values[m], ends[256 + m] = values[m] + held[m] * size;
+    }
+    Placing placing = {owners, weight, ends, rows, columns, size, block};
+    wrong += plures_place(&placing) != 1;
+    for (int64_t i = 0; i < (int64_t)rows * columns * size; i++) wrong += weight[i] != 1 + owners[i / size / columns / block * columns + i / size % columns];
+    const int some = owners[0]; /* one value too few is found, and not read */
+    ends[256 + some] -= size;
+    wrong += plures_place(&placing) != 0;
+
+    const int count = 1 + below(9);
+    Message messages[9];
+    for (int i = 0; i < count; i++) {
+        const int label = below(64), bytes = below(300);
+        char *text = malloc(label + 1);
+        uint8_t *data = malloc(bytes ? bytes : 1);
+        memset(text, 'x', label), text[label] = 0, memset(data, i, bytes);
+        messages[i] = (Message){.label = text, .data = data, .bytes = bytes};
+    }
+    plures_digests(messages, count, 1 + below(3)); /* what they are is compared with Python's */
+    for (int i = 0; i < count; i++) free((void *)messages[i].label), free((void *)messages[i].data);
+    for (int m = 0; m < members; m++) free(values[m]);
+    free(packed), free(owners), free(wanted), free(weight);
+    return wrong;
+}
+
 int main(void) {
     double worst = 0;
+    int wrong = 0;
     for (int i = 0; i < 300; i++) {
         worst = fmax(worst, convolution(i % 2 ? 1 : i % 4 && LANES == 16 ? 8 : LANES));
         worst = fmax(worst, rows());
         worst = fmax(worst, gradient());
         norm();
+        wrong += files();
     }
     printf("%d lanes: 300 random layers; largest difference from plain loops %.1e\n", LANES, worst);
-    return worst > 1e-3;
+    if (wrong) printf("%d entries of files are wrong\n", wrong);
+    return worst > 1e-3 || wrong;
 }

@@ -1,6 +1,7 @@
 """The native kernels against torch's dense layers, and the way their library is found, compiled and loaded."""
 
 import ctypes
+import hashlib
 import os
 import platform
 import shutil
@@ -17,9 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plures.errors import PluresError
+from plures.methods.orthogonal_dropout.file import digits_per_word, unpack
 from plures.native import build, library, training
 from plures.native.operators import affine, block, convolution, linear, unblock
 from plures.native.structures import LinearWeights, Lists, kernel_lists, linear_lists
+from plures.tensors import checksums
 
 pytestmark = pytest.mark.skipif(library.why_unavailable() is not None, reason="no native library")
 FREE = 255
@@ -641,3 +644,28 @@ def test_avx512_kernels_compile(compiler, tmp_path):
         pytest.skip("not an x86 machine")
     path = build.compile_into(tmp_path, ["avx512", "portable"])
     assert library.Library(path, "portable").lanes == build.LEVELS["portable"][0]
+
+
+@given(st.integers(2, 256), st.integers(1, 300), st.integers(0, 99))
+def test_any_words_are_unpacked_as_plain_divisions_would(base: int, count: int, seed: int) -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // digits_per_word(base)),), generator=generator(seed))
+    numbers = [word % 2**64 for word in words.tolist()]
+    expected = [number // base**place % base for number in numbers for place in range(digits_per_word(base))]
+    assert unpack(words, base, count).tolist() == expected[:count]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_checksums_are_those_of_hashlib(threads: int, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    sizes = [*range(130), 1000, 4096, 99_999]
+    named = {str(size): torch.randint(256, (size,), generator=generator(size), dtype=torch.uint8) for size in sizes}
+    named |= {"scalar": torch.tensor(3), "half": torch.ones(5, 7, dtype=torch.bfloat16)}
+
+    def plain(tensor: Tensor) -> str:
+        label = f"{tensor.dtype}{list(tensor.shape)}".encode()
+        return hashlib.sha256(label + bytes(tensor.reshape(-1).view(torch.uint8).tolist())).hexdigest()[:16]
+
+    expected = {name: plain(tensor) for name, tensor in named.items()}
+    assert checksums(named) == expected
+    named["many axes"] = torch.zeros([1] * 40)  # its label does not fit into a block: all of them by hashlib
+    assert checksums(named) == expected | {"many axes": plain(named["many axes"])}

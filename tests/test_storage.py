@@ -59,7 +59,7 @@ options = st.fixed_dictionaries(
         "members": st.integers(2, 6),
         "optimize_masks": st.booleans(),
         "classifier": st.sampled_from(["fixed", "split", "private"]),
-        "granularity": st.sampled_from(["weight", "kernel"]),
+        "granularity": st.sampled_from(["weight", "kernel", "block"]),
         "init": st.sampled_from(["fresh", "given"]),
         "seed": st.integers(0, 99),
     }
@@ -257,3 +257,18 @@ def test_equal_ensembles_give_equal_bytes(tmp_path) -> None:
 def test_only_ensembles_are_saved(tmp_path) -> None:
     with pytest.raises(PluresError, match="save takes an ensemble, not a Sequential"):
         plures.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("granularity", ["weight", "kernel", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_file_loads_the_same_with_and_without_the_native_library(tmp_path, monkeypatch, granularity, dtype) -> None:
+    ensemble = trained(3, granularity=granularity, optimize_masks=False)
+    plures.save(ensemble, tmp_path / "a", dtype=torch.float16)
+    loaded = []
+    for native in ("", "0"):
+        monkeypatch.setenv("PLURES_NATIVE", native)
+        loaded.append(plures.load(tmp_path / "a", network().to(dtype)))
+        plures.save(ensemble, tmp_path / f"native{native}")
+    for one, other in zip(loaded[0].state_dict().values(), loaded[1].state_dict().values(), strict=True):
+        assert one.equal(other)
+    assert (tmp_path / "native").read_bytes() == (tmp_path / "native0").read_bytes()

@@ -22,7 +22,7 @@ from plures.files import replacing, sealed
 from plures.fitting import Trainable
 from plures.losses import Loss
 from plures.prediction import Predictor
-from plures.tensors import aliases, check_network, checksum, overwrite, own_tensors, shell, tensors
+from plures.tensors import aliases, check_network, checksums, overwrite, own_tensors, shell, tensors
 from plures.version import __version__
 
 FORMAT = 1  # of files
@@ -149,7 +149,7 @@ class Ensemble(Trainable, ABC):
                 "own_loss": self.loss is not F.cross_entropy,
                 "loss": losses.as_json(self.loss),
                 "calibration": self.calibration and self.calibration.kind,
-                "checksums": {name: checksum(tensor) for name, tensor in stored.items()},
+                "checksums": checksums(stored),
             },
             separators=(",", ":"),
         )

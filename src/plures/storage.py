@@ -2,7 +2,9 @@
 
 import json
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from plures.errors import PluresError
 from plures.files import is_file, unsealed
 from plures.losses import Loss
 from plures.methods import METHODS
-from plures.tensors import aliases, check_network, checksum, tensors
+from plures.tensors import aliases, check_network, checksums, tensors
 from plures.version import __version__
 
 log = logging.getLogger("plures")
@@ -88,7 +90,7 @@ def load(
         ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
         return ensemble
 
-    return _reading(path, build)
+    return _reading(path, max((one.numel() for one in tensors(made).values()), default=0), build)
 
 
 def refill(ensemble: Ensemble, path: str | Path) -> None:
@@ -102,7 +104,7 @@ def refill(ensemble: Ensemble, path: str | Path) -> None:
         ensemble._fill(stored)
         ensemble.calibration = calibration.from_tensors(document.get("calibration"), stored.get)
 
-    _reading(path, fill)
+    _reading(path, max(map(math.prod, ensemble.given.shapes.values()), default=0), fill)
 
 
 def check_size(path: Path, sketch: nn.Module) -> None:
@@ -115,32 +117,32 @@ def check_size(path: Path, sketch: nn.Module) -> None:
     held = path.stat().st_size if is_file(path) else 0
     if wanted > MOST_SMALLER * held + SMALL:
         raise PluresError(f"{path} holds {held} bytes, too few for a network of {wanted}: they are not compatible")
-    _reading(path, lambda document, _: _same_network(path, sketch, document["shapes"], document["tied"]))
+    _reading(path, 0, lambda document, _: _same_network(path, sketch, document["shapes"], document["tied"]))
 
 
 Result = TypeVar("Result")
 
 
-def _reading(path: Path, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
-    """Open a file, check its header, and put into one sentence whatever is wrong with it."""
+def _reading(path: Path, largest: int, use: Callable[[dict[str, Any], Stored], Result]) -> Result:
+    """Open a file, check its header and tensors, those of more than `largest` numbers when needed, and word errors."""
     if not is_file(path):
         raise PluresError(f"there is no file {path}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file, ThreadPoolExecutor(1) as pool:
             document = _document(path, file.metadata())
-            checksums = document["checksums"]
-            if set(file.keys()) != set(checksums):
+            known = document["checksums"]
+            if set(file.keys()) != set(known):
                 raise PluresError(f"{path} is damaged: its list of tensors does not match its header")
+            shapes = {name: file.get_slice(name).get_shape() for name in known}
+            usual = {name: file.get_tensor(name) for name, shape in shapes.items() if math.prod(shape) <= largest}
+            verified = pool.submit(_verified, path, usual, known)  # while the ensemble is built
 
             def read(name: str) -> Tensor:
-                if name not in checksums:
+                if name not in known:
                     raise PluresError(f"{path} is damaged: tensor {name!r} is missing")
-                tensor: Tensor = file.get_tensor(name)
-                if checksum(tensor) != checksums[name]:
-                    raise PluresError(f"{path} is damaged: tensor {name!r} does not match its checksum")
-                return tensor
+                held = verified.result() if name in usual else _verified(path, {name: file.get_tensor(name)}, known)
+                return held[name]
 
-            shapes = {name: file.get_slice(name).get_shape() for name in checksums}
             loss = losses.from_json(document.get("loss"))  # files of the first versions say nothing of it
             return use(document, Stored(document["options"], document["state"], shapes, read, loss))
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
@@ -149,6 +151,13 @@ def _reading(path: Path, use: Callable[[dict[str, Any], Stored], Result]) -> Res
         raise
     except Exception as error:  # a forged header: wrong types, missing keys, numbers beyond all bounds
         raise PluresError(f"{path} cannot be read as an ensemble: {type(error).__name__}: {error}") from error
+
+
+def _verified(path: Path, held: dict[str, Tensor], known: Mapping[str, str]) -> dict[str, Tensor]:
+    for name, found in checksums(held).items():
+        if found != known[name]:
+            raise PluresError(f"{path} is damaged: tensor {name!r} does not match its checksum")
+    return held
 
 
 def _method(path: Path, name: str, given: type[Ensemble] | None) -> type[Ensemble]:

@@ -73,6 +73,32 @@ typedef struct {
     int32_t relu;
 } Affine;
 
+/* Digits of a base from 2 to 256, `per_word` in each word, the lowest first; the last word may have fewer. */
+typedef struct {
+    const uint64_t *words;
+    uint8_t *digits;
+    int64_t count;
+    int32_t base, per_word;
+} Digits;
+
+/* The entries of a weight, [row][column], of `size` bytes each, from what each owner has in order: from values[owner] to values[256 + owner].
+   `block` rows share their owners, [rows / block, rounded up][column]. */
+typedef struct {
+    const uint8_t *owners;
+    char *weight;
+    const char *const *values;
+    int64_t rows, columns, size;
+    int32_t block;
+} Placing;
+
+/* What a checksum is of: a text of at most 63 bytes, and the bytes of a tensor. */
+typedef struct {
+    const char *label;
+    const uint8_t *data;
+    int64_t bytes;
+    uint8_t digest[32];
+} Message;
+
 /* One build of the kernels. Work is cut into items that do not depend on the number of threads. */
 typedef struct {
     int32_t lanes;

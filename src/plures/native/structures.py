@@ -18,6 +18,7 @@ BLOCK = 8  # outputs of one input that have one owner with granularity "block": 
 MOST_PLACES = 2**16  # of one list: they are kept in 16 bits
 LINEAR_GROUP = 128  # inputs of a linear layer at a time: with the rows of a tile, they stay in the first caches
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_TEXT, _DIGEST = ctypes.c_char_p, ctypes.c_uint8 * 32
 
 
 def _structure(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
@@ -80,7 +81,12 @@ Rows = _structure(
     (_LONG, "input_member_stride"),
     (_INT, "members rows count backward"),
 )
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (*(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows),)
+Digits = _structure("Digits", (_POINTER, "words digits"), (_LONG, "count"), (_INT, "base per_word"))
+Placing = _structure("Placing", (_POINTER, "owners weight values"), (_LONG, "rows columns size"), (_INT, "block"))
+Message = _structure("Message", (_TEXT, "label"), (_POINTER, "data"), (_LONG, "bytes"), (_DIGEST, "digest"))
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    *(Convolution, Blocking, Affine, KernelGradient, Norm, Linear, Rows, Digits, Placing, Message),
+)
 
 
 def filled(kind: type[ctypes.Structure], *values: Any) -> Any:

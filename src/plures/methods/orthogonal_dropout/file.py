@@ -7,6 +7,7 @@ Of changes to a given network, it holds what the trained members have changed, a
 a share, most of which are free, are compressed.
 """
 
+import ctypes
 import logging
 import math
 import zlib
@@ -25,7 +26,9 @@ from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.owners import FREE, SplitNetwork, refilled
 from plures.methods.orthogonal_dropout.roles import Role
-from plures.tensors import Moments, checksum, overwrite, own_tensors
+from plures.native import library
+from plures.native.structures import BLOCK, Digits, Placing, filled
+from plures.tensors import Moments, checksums, overwrite, own_tensors
 
 LARGE_FILE, LARGE_BYTES = 1.5, 2**20  # times the plain network, and bytes more than it: worth a warning
 HUGE_FILE = 5  # times the plain network: worth a warning however small it is
@@ -74,8 +77,9 @@ def base_tensors(split: SplitNetwork, dtype: torch.dtype | None = None) -> dict[
 
 def base_of(split: SplitNetwork) -> dict[str, list[str]]:
     """Return the dtype and the checksum of each tensor of the given network that members see unchanged."""
-    own = {name.removeprefix("given/"): one.cpu() for name, one in base_tensors(split).items()}
-    return {name: [str(one.dtype).removeprefix("torch."), checksum(one)] for name, one in own.items()}
+    own = {name.removeprefix("given/"): one.cpu().contiguous() for name, one in base_tensors(split).items()}
+    digests = checksums(own)
+    return {name: [str(one.dtype).removeprefix("torch."), digests[name]] for name, one in own.items()}
 
 
 def _read_base(split: SplitNetwork, stored: Stored) -> None:
@@ -133,19 +137,20 @@ def from_tensors(split: SplitNetwork, stored: Stored) -> None:
     """Fill a split network from a file's tensors, several at a time."""
     if split.background is not None:
         _read_base(split, stored)
-    weights, names = own_tensors(split.network), list(split.owners())
+    weights, owners, changes = own_tensors(split.network), split.owners(), split.background is not None
 
     def fill(name: str) -> None:
-        owners, given = split.owners()[name], split.background is not None
-        for member in split.trained if given else range(split.members):
-            _fill(weights[name], owners, member, stored, _place(member, name), given)
-        if f"free/{name}" in stored.shapes:
-            _fill(weights[name], owners, FREE, stored, f"free/{name}")
+        places = {member: _place(member, name) for member in (split.trained if changes else range(split.members))}
+        places |= {FREE: f"free/{name}"} if f"free/{name}" in stored.shapes else {}
+        if not changes and _filled_at_once(weights[name], owners[name], stored, places):
+            return
+        for owner, place in places.items():  # says what does not fit
+            _fill(weights[name], owners[name], owner, stored, place, changes)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # checksums and numpy let other threads run
-        owners = pool.map(lambda name: _owners(split, stored, name), names)
-        split.partition.assign(dict(zip(names, owners, strict=True)))
-        list(pool.map(fill, names))
+        read = pool.map(lambda name: _owners(split, stored, name, owners[name]), owners)
+        split.partition.assign(dict(zip(owners, read, strict=True)))
+        list(pool.map(fill, owners))
     for name, tensor in weights.items():
         if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
             overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
@@ -154,9 +159,8 @@ def from_tensors(split: SplitNetwork, stored: Stored) -> None:
         split.private.write(member, {name: stored.read(_place(member, name), row.shape) for name, row in rows.items()})
 
 
-def _owners(split: SplitNetwork, stored: Stored, name: str) -> Tensor:
+def _owners(split: SplitNetwork, stored: Stored, name: str, like: Tensor) -> Tensor:
     """Read the owners of a tensor."""
-    like = split.owners()[name]
     if split.partition.share is not None:
         return _decompressed(f"owners/{name}", stored, like)
     some_free = f"free/{name}" in stored.shapes
@@ -239,6 +243,24 @@ def _values(weight: Tensor, owners: Tensor, member: int) -> Tensor:
     return torch.from_numpy(rows[owned].reshape(-1)).view(weight.dtype) if owned.size else weight.new_empty(0)
 
 
+def _filled_at_once(weight: Tensor, owners: Tensor, stored: Stored, places: Mapping[int, str]) -> bool:
+    """Write the values of all owners to their places in one pass, if the native library can; return whether it did."""
+    fits = all(math.prod(stored.shapes.get(place, [math.inf])) <= weight.numel() for place in places.values())
+    plain = all(one.is_cpu and one.is_contiguous() for one in (weight, owners))
+    if not fits or not plain or library.why_unavailable():
+        return False
+    values = {owner: stored.get(place) for owner, place in places.items()}
+    if not all(one.is_floating_point() and one.dim() == 1 for one in values.values()):
+        return False
+    values, ends = {owner: one.to(weight.dtype) for owner, one in values.items()}, (ctypes.c_void_p * 512)()
+    for owner, one in values.items():
+        ends[owner], ends[256 + owner] = one.data_ptr(), one.data_ptr() + one.nbytes
+    rows, columns = len(weight), owners.numel() // len(owners)
+    sizes = weight.nbytes // (rows * columns), 1 if len(owners) == rows else BLOCK
+    placing = filled(Placing, owners, weight.detach(), ctypes.addressof(ends), rows, columns, *sizes)
+    return bool(library.load().functions.plures_place(ctypes.byref(placing)))
+
+
 def _fill(weight: Tensor, owners: Tensor, member: int, stored: Stored, name: str, added: bool = False) -> None:
     """Write a member's values back to their places; before a given network, differences are added to it.
 
@@ -283,12 +305,7 @@ def digits_per_word(base: int) -> int:
     >>> digits_per_word(5)
     27
     """
-    digits = int(64 / math.log2(base))
-    while base ** (digits + 1) <= 2**64:
-        digits += 1
-    while base**digits > 2**64:
-        digits -= 1
-    return digits
+    return next(digits for digits in range(64, 0, -1) if base**digits <= 2**64)
 
 
 def pack(values: Tensor, base: int) -> Tensor:
@@ -312,15 +329,14 @@ def pack(values: Tensor, base: int) -> Tensor:
 
 def unpack(words: Tensor, base: int, count: int) -> Tensor:
     """Read `count` digits back from the words that `pack` made."""
-    per_word, at_once = digits_per_word(base), 4 if base < 16 else 1
+    per_word = digits_per_word(base)
     if words.dtype != torch.int64 or words.dim() != 1 or words.numel() != -(-count // per_word):
         raise PluresError(f"{count} digits of base {base} need {-(-count // per_word)} words, not {words.numel()}")
-    rest = words.cpu().numpy().view(np.uint64)
-    table = (np.arange(base**at_once)[:, None] // base ** np.arange(at_once) % base).astype(np.uint8)
-    table = table.view(f"u{at_once}")[:, 0]
-    digits = np.empty((rest.size, -(-per_word // at_once)), table.dtype)
-    for place in range(digits.shape[1]):
-        quotient = rest // np.uint64(base**at_once)
-        digits[:, place] = np.take(table, (rest - quotient * np.uint64(base**at_once)).view(np.int64))
-        rest = quotient
-    return torch.from_numpy(digits.view(np.uint8)[:, :per_word].reshape(-1)[:count])
+    if not library.why_unavailable():
+        unpacked = torch.empty(count, dtype=torch.uint8)
+        library.load().run("plures_unpack", filled(Digits, words.contiguous(), unpacked, count, base, per_word))
+        return unpacked
+    rest, digits = words.numpy().view(np.uint64), np.empty((words.numel(), per_word), np.uint8)
+    for place in range(per_word):
+        rest, digits[:, place] = np.divmod(rest, np.uint64(base))
+    return torch.from_numpy(digits.reshape(-1)[:count])
