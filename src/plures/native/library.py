@@ -15,7 +15,7 @@ from plures.errors import PluresError
 from plures.native import build
 from plures.native.structures import STRUCTURES
 
-INTERFACE = 10  # PLURES_INTERFACE of owned.h
+INTERFACE = 11  # PLURES_INTERFACE of owned.h
 
 
 class UnavailableError(PluresError):
