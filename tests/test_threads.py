@@ -132,7 +132,7 @@ def test_an_engine_that_was_found_wrong_in_another_thread_meanwhile_answers_as_t
     split = made._comparison.split
     for few in batches()[:2]:
         made.predict(few)
-    place, name = (made._lender, "lend") if kind == "unfolded" else (made, "_network_of")
+    place, name = (made._lender, "lend") if kind == "unfolded" else (made, "of_members")
     usual, turns = getattr(place, name), []
 
     def late(*given):  # another thread is faster

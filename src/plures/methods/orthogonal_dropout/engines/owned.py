@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from plures.calling import arguments, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph, is_hooked, why_joined
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
-from plures.methods.orthogonal_dropout.engines.layers import OfMembers, OwnedLinear, Parts
-from plures.methods.orthogonal_dropout.engines.rewriting import AllMembers, Replacer, Rewriter
+from plures.methods.orthogonal_dropout.engines.layers import OwnedLinear, Parts
+from plures.methods.orthogonal_dropout.engines.rewriting import Replacer, Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, foldable
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.native.library import load, why_unavailable
@@ -40,6 +41,9 @@ class Owned(Engine):
         if reason is not None:
             raise PluresError(reason)
         self.members = split.trained
+        self._size = sum(one.numel() for one in split.network.parameters())
+        self._untraced = graph is None
+        graph = graph if split.background is None else None
         pairs = foldable(split, graph) if fold else {}
         parts = Parts(split, pairs)
         replacer = Replacer(parts) if graph is None else Rewriter(graph, parts, pairs)
@@ -48,11 +52,11 @@ class Owned(Engine):
         except Exception as error:  # what torch.fx has traced, but no graph of all members can do
             raise PluresError(f'the owned engine cannot run this network ({error}): use engine("unfolded")') from error
         self.one_by_one = list(dict.fromkeys(replacer.one_by_one))
-        lanes = load().lanes
-        self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
+        lanes, maps = load().lanes, any(isinstance(one, _ConvNd) for one in split.network.modules())
+        each = len(self.members) if maps or split.background is None else 1
+        self.samples_at_once = max(1, AT_ONCE // each // lanes) * lanes
         if all(isinstance(layer, OwnedLinear | nn.Flatten | fx.GraphModule) for layer in self.network.modules()):
             self.samples_at_once = MANY  # a chain of linear layers takes few rows at a time by itself
-        self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self._separate: Unfolded | None = None
         self._comparison = MemberComparison(split)
         self._batched = self._comparison.batched
@@ -60,12 +64,21 @@ class Owned(Engine):
 
     @property
     def about(self) -> str:
-        """What predicts, with the instructions of its kernels."""
-        return f"{self.kind} ({load().instructions})" if self._separate is None else self._separate.about
+        """What predicts, with the instructions of its kernels, and how much of it runs once for all members."""
+        if self._separate is not None:
+            return self._separate.about
+        ran = {
+            one
+            for layer in self.network.modules()
+            if getattr(layer.forward, "did", False)
+            for one in layer.parameters()
+        }
+        self._run_once = sum(map(Tensor.numel, ran)) / self._size
+        return super().about.replace(self.kind, f"{self.kind} ({load().instructions})")
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
-        """Return the logits of some members for several batches, joined."""
-        run, results = self._network_of(tuple(indices)).forward, []
+        """Return the logits of some members for several batches, joined; all of them run."""
+        run, results = self.network.forward, []
         separate = self._separate  # looked at after the network, which another thread may have put away meanwhile
         if separate is not None:
             return separate.of_members(indices, batches)
@@ -83,26 +96,14 @@ class Owned(Engine):
                     )
                 parts = chunks(batch, self.samples_at_once)
                 results += [logits_of(run(*given.args, **given.kwargs)) for given in map(arguments, parts)]
-        count = len(indices)
+        count = len(self.members)
         results = [result.reshape(count, len(result) // count, *result.shape[1:]) for result in results]
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
-
-    def _network_of(self, indices: tuple[int, ...]) -> nn.Module:
-        """Return the network of some members: a structure of its own around the same tensors, made once."""
-        if indices == tuple(range(len(self.members))):
-            return self.network
-        found = self._of_some.get(indices)
-        if found is None:
-            found = shell(self.network)
-            for layer in found.modules():
-                if isinstance(layer, OfMembers):
-                    layer.choose(list(indices))
-            self._of_some[indices] = found
-        return found
+        logits = results[0] if len(results) == 1 else torch.cat(results, dim=1)
+        return logits if indices == list(range(count)) else logits[indices]
 
     def _why_wrong(self, batch: Any, expected: Tensor) -> str | None:
         comparison, reason = self._comparison, None
-        if comparison is not None and isinstance(self.network, AllMembers):
+        if comparison is not None and self._untraced:
             reason = why_joined(comparison.split.network, batch)
         return reason or super()._why_wrong(batch, expected)
 
@@ -111,7 +112,6 @@ class Owned(Engine):
         self.one_by_one = [name for name, _ in separate.networks[0].named_children()]
         self._separate = separate
         self.network = nn.Identity()
-        self._of_some.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Owned":
         probe = fn(torch.zeros(1))
@@ -120,7 +120,6 @@ class Owned(Engine):
                 f"the owned engine computes in float32 on the CPU, not in {probe.dtype} on {probe.device}: use "
                 'ensemble.engine("unfolded"), which can be converted and moved'
             )
-        self._of_some.clear()
         super()._apply(fn, recurse)
         return self
 
@@ -128,8 +127,6 @@ class Owned(Engine):
 def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
     """Return why the native kernels cannot run a network, and what to do; None if they can."""
     instead = 'or use ensemble.engine("unfolded")'
-    if split.background is not None:
-        return f"the owned engine runs members that see zeros, and these see a given network: {instead[3:]}"
     if (unavailable := why_unavailable()) is not None:
         return unavailable
     for name, tensor in own_tensors(split.network).items():
