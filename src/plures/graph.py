@@ -1,6 +1,5 @@
 """One pass over a network by torch.fx: which layers it calls, what they are, and what follows what."""
 
-import copy
 import operator
 import os
 import threading
@@ -102,16 +101,6 @@ class Graph:
                 pairs[names[0]] = names[1]
         return pairs
 
-    def shapes(self, *inputs: Tensor) -> dict[fx.Node, torch.Size]:
-        """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied."""
-        held = (*self.network.parameters(), *self.network.buffers())
-        memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta", requires_grad=False) for t in held}
-        recorder = _Shapes(copy.deepcopy(self.network, memo), graph=self.graph)
-        recorder.extra_traceback = False
-        with torch.no_grad():
-            recorder.run(*inputs)
-        return recorder.found
-
 
 def is_of_torch(layer: nn.Module | None) -> bool:
     """Return whether a layer is of a class of torch and runs its code: a derived class may do anything."""
@@ -131,18 +120,6 @@ def is_plain_convolution(layer: nn.Module, grouped: bool = False) -> bool:
 
 def _calls_function(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method")
-
-
-class _Shapes(fx.Interpreter):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.found: dict[fx.Node, torch.Size] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.found[n] = result.shape
-        return result
 
 
 def graph_of(network: nn.Module) -> Graph | None:
