@@ -114,11 +114,12 @@ class Parts:
         owners = spread(self.owners[first], self._own[first])
         return kernel_lists(self._own[first], owners, self.members, torch.stack(scales) if scales else None, groups)
 
-    def linear_lists(self, weight: str) -> LinearWeights:
-        """Return what each member has of a linear layer."""
+    def linear_lists(self, weight: str, whole: bool = False) -> LinearWeights:
+        """Return what each member has of a linear layer: all of it, or what it owns of a split one."""
         first = self.first(weight)
-        if first in self._private[0]:
-            return linear_lists(self.stack(weight, torch.empty(0)), None, self.members)
+        if whole or first in self._private[0]:
+            each = torch.stack([self.tensor(weight, index) for index in range(len(self.members))])
+            return linear_lists(each, None, self.members)
         own, given = self._own[first], self.given.get(first)
         return linear_lists(own if given is None else own - given, self.owners[first], self.members)
 
@@ -181,8 +182,8 @@ class LinearNames(NamedTuple):
 class OwnedLinear(OfMembers):
     """A chain of linear layers of all members; the members lie along the first axis, or all see the same rows."""
 
-    def __init__(self, parts: Parts, *layers: LinearNames) -> None:
-        found = [parts.linear_lists(layer.weight) for layer in layers]
+    def __init__(self, parts: Parts, *layers: LinearNames, whole: bool = False) -> None:
+        found = [parts.linear_lists(layer.weight, whole) for layer in layers]
         biases = [parts.stack(layer.bias, torch.zeros(layer.outputs)).float() for layer in layers]
         members = len(parts.members)
         starts, ids = torch.cat([one.starts for one in found], 1), torch.arange(members, dtype=torch.int32)
@@ -191,7 +192,7 @@ class OwnedLinear(OfMembers):
             self.register_buffer(name, torch.cat([getattr(one, name) for one in found]), persistent=False)
         self.sizes: list[int] = []
         for one, layer in zip(found, layers, strict=True):
-            self.sizes += (one.inputs, one.outputs, one.copies, len(one.places), layer.relu)
+            self.sizes += (one.inputs, one.outputs, one.each, len(one.places), layer.relu)
 
     @property
     def weight(self) -> Tensor:
@@ -276,27 +277,25 @@ class ChangedLinear(OfMembers):
     A batch that is the same for all is multiplied by the given weights once, and by what each member has changed.
     """
 
-    weight: Tensor
-    bias: Tensor
-    given: Any  # None, or a tensor
-    changes: Any
-
     def __init__(self, parts: Parts, names: LinearNames) -> None:
-        weight = torch.stack([parts.tensor(names.weight, index).t() for index in range(len(parts.members))])
-        bias = parts.stack(names.bias, torch.zeros(names.outputs)).unsqueeze(1)
-        super().__init__(len(parts.members), weight=weight.contiguous(), bias=bias.contiguous())
-        self.register_buffer("given", parts.given.get(parts.first(names.weight)), persistent=False)
-        self.changes = None if self.given is None else OwnedLinear(parts, names)
+        super().__init__(len(parts.members))
+        self.each = OwnedLinear(parts, names, whole=True)
+        given = parts.given.get(parts.first(names.weight))
+        self.register_buffer("given", given, persistent=False)
+        self.changes = None if given is None else OwnedLinear(parts, names)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor: networks ask a layer's weight for its dtype and device."""
+        return self.each.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [members * batch, ..., outputs]."""
-        one = x if self.changes is None else of_one(x)
-        if one is None or one is x:
-            made = torch.baddbmm(self.bias, x.reshape(self.count, -1, x.shape[-1]), self.weight)
-        else:
-            made = torch.unflatten(self.changes(one, shared=True), 0, (self.count, -1))
-            made += F.linear(one, self.given)
-        return made.view(*x.shape[:-1], self.bias.shape[-1])
+        one = None if self.changes is None else of_one(x)
+        if self.changes is None or one is None or one is x:
+            return cast(Tensor, self.each(x))
+        made = torch.unflatten(self.changes(one, shared=True), 0, (self.count, -1))
+        return (made + F.linear(one, self.get_buffer("given"))).flatten(0, 1)
 
 
 class MembersEmbedding(OfMembers):
