@@ -233,6 +233,8 @@ def test_weights_of_another_kind(tmp_path, dtype) -> None:
     [
         ("temperature", torch.ones(3)),
         ("temperature", torch.tensor(0.0)),
+        ("temperature", torch.tensor(0.0, dtype=torch.float16)),
+        ("temperature", torch.tensor(1e-247, dtype=torch.float64)),
         ("temperature", torch.tensor(float("nan"))),
         ("members", torch.tensor(2.5)),
         ("probability", torch.zeros(0)),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from plures.arrays import labelled, numbers, soften
+from plures.arrays import TINY, labelled, numbers, soften
 from plures.errors import PluresError
 from plures.guarantees import Selection, adaptive_scores, quantile, select
 from plures.metrics import nll, temperature, tempered
@@ -191,7 +191,7 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
                 f"the calibration in the file is damaged: its {name} have shape {list(tensor.shape)} and dtype "
                 f"{tensor.dtype}; expected {expected[name]}"
             )
-        lowest = 0 if name not in POSITIVE else torch.finfo(tensor.dtype).tiny
+        lowest = max(TINY, torch.finfo(tensor.dtype).tiny) if name in POSITIVE else 0  # float32 divides by it
         if tensor.is_complex() or not bool(((tensor >= lowest) & tensor.isfinite()).all()):
             raise PluresError(f"the calibration in the file is damaged: its {name} are not finite and positive")
     return made
