@@ -283,11 +283,9 @@ def digits_per_word(base: int) -> int:
     >>> digits_per_word(5)
     27
     """
-    digits = int(64 / math.log2(base))
+    digits = 0
     while base ** (digits + 1) <= 2**64:
         digits += 1
-    while base**digits > 2**64:
-        digits -= 1
     return digits
 
 
