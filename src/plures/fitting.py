@@ -173,8 +173,8 @@ class StageLoop:
                 return
             wrong = targets[(targets < 0) | (targets >= outputs.shape[2])]
             if len(wrong := wrong[wrong != IGNORED]):
-                classes = f"the network {outputs.shape[2]} classes, which count from 0"
-                raise PluresError(f"validation has the target {int(wrong[0])}, and {classes}")
+                known = f"the network has {outputs.shape[2]} classes, from 0, and {IGNORED} is no label"
+                raise PluresError(f"validation has the target {int(wrong[0])}: {known}")
 
     def _set_rates(self, number: int, index: int) -> None:
         step = number - 1 if self.steps is None else (number - 1) * self.steps + index - 1
