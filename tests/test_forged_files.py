@@ -239,6 +239,8 @@ def test_weights_of_another_kind(tmp_path, dtype) -> None:
         ("temperature", torch.tensor(1e-247, dtype=torch.float64)),
         ("temperature", torch.tensor(float("nan"))),
         ("members", torch.tensor(2.5)),
+        ("members", torch.tensor(True)),
+        ("rank", torch.ones(3, dtype=torch.bool)),
         ("probability", torch.zeros(0)),
         ("rank", torch.ones(3)),
         ("before", torch.full((3,), float("inf"))),

@@ -167,9 +167,7 @@ def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
         return {}
     values = {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
     kinds = {float: torch.float64, int: torch.int64}
-    return {
-        n: one if isinstance(one, Tensor) else torch.tensor(one, dtype=kinds[type(one)]) for n, one in values.items()
-    }
+    return {name: torch.as_tensor(one, dtype=kinds.get(type(one))) for name, one in values.items()}
 
 
 def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
@@ -186,7 +184,8 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
     made: Calibration = cls(**plain)
     expected = made.shapes()
     for name, tensor in stored.items():
-        if list(tensor.shape) != expected[name] or tensor.is_floating_point() == (name in WHOLE):
+        other_kind = tensor.is_floating_point() == (name in WHOLE) or tensor.dtype == torch.bool
+        if list(tensor.shape) != expected[name] or other_kind:
             raise PluresError(
                 f"the calibration in the file is damaged: its {name} have shape {list(tensor.shape)} and dtype "
                 f"{tensor.dtype}; expected {expected[name]}"
