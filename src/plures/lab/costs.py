@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from timeit import Timer
 from typing import Any
@@ -59,15 +60,13 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
 
-    def predicting(asked: Predictor) -> Action:
-        def predict() -> None:
-            asked.predict(inputs)
-            if device.type != "cpu":
-                torch.accelerator.synchronize()  # it only queues its work
+    def predict(asked: Predictor) -> None:
+        asked.predict(inputs)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # it only queues its work
 
-        return predict
-
-    return Costs(file_size(ensemble) / file_size(single), relative(predicting(predictor), predicting(single)), epochs)
+    time_of_one = relative(partial(predict, predictor), partial(predict, single))
+    return Costs(file_size(ensemble) / file_size(single), time_of_one, epochs)
 
 
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:

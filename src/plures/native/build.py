@@ -15,8 +15,6 @@ HERE = Path(__file__).parent
 PER_LEVEL = ("kernels.c", "training.c")  # compiled once for each set of instructions
 SOURCES = ("owned.h", "training.h", "vectors.h", "rows.h", "channels.h", "winograd.h", *PER_LEVEL, "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
-
-
 LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {  # sets of instructions, the best first: lanes, and flags
     "avx512": (16, ("-mavx512f", "-mfma")),
     "avx2": (8, ("-mavx2", "-mfma")),

@@ -63,7 +63,7 @@ CONFIG = schema(
 )
 METRICS = schema(
     **SCORES,
-    **dict.fromkeys(("images", "members", "bytes"), Whole),
+    **{"images": Count, "members": Count, "bytes": Whole},
     **dict.fromkeys(("brier", "aurc", "mean_member_accuracy"), Number),
     **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
     member_accuracies=list[Number],
@@ -190,9 +190,8 @@ class RunFolder:
     def clean(self) -> None:
         """Remove the files that only an unfinished run needs."""
         for path in (self.partial, self.state):
-            if path.exists():
-                with contextlib.suppress(OSError):  # they do no harm
-                    path.unlink()
+            with contextlib.suppress(OSError):  # they do no harm
+                path.unlink()
 
     def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         files.write_json(self._config, config)

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from plures.graph import is_of_torch
 from plures.methods.orthogonal_dropout.training_plan import GROUPED, Plan, can_norm
@@ -156,7 +157,10 @@ class SideBySide(fx.Interpreter):
             own = map_aggregate((args, kwargs), cut)
             return functional_call(layer, self.subject.within(str(node.target), member), *own, tie_weights=False)
 
-        return _joined([alone(member) for member in range(self.subject.members)])
+        def joined(first: Any, *others: Any) -> Any:
+            return torch.cat([first, *others]) if isinstance(first, Tensor) else first
+
+        return tree_map(joined, *(alone(member) for member in range(self.subject.members)))
 
     def _masked(self, node: fx.Node) -> tuple[Tensor, Tensor | None]:
         """Return the weight of each member, zero where it owns nothing, [members, ...], and its bias."""
@@ -217,13 +221,3 @@ class SideBySide(fx.Interpreter):
         """Run a node as it is, on what is taken from blocked values."""
         args, kwargs = map_aggregate((args, kwargs), lambda v: take(v) if isinstance(v, Blocked) else v)
         return getattr(self, node.op)(node.target, args, kwargs)
-
-
-def _joined(results: list[Any]) -> Any:
-    """Put the outputs of all members one after the other."""
-    first = results[0]
-    if isinstance(first, Tensor):
-        return torch.cat(results)
-    if isinstance(first, tuple | list):
-        return type(first)(map(_joined, map(list, zip(*results, strict=True))))
-    return first
