@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow.parquet
@@ -167,6 +167,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--further", action="store_true", help="measure members on all samples never used, too")
     parser.add_argument("--store", type=Path, default=RESULTS / "pretrained.json")
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -177,6 +178,8 @@ def main(words: Sequence[str] | None = None) -> None:
             for method in asked.methods:
                 if tuned_as(method) in bench.task.rates:
                     bench.row(method, seed)
+                    if asked.further and bench.further is not None:
+                        bench.measure_further(method, seed)
     text = page(json.loads(asked.store.read_text()), asked.seeds)
     asked.store.with_suffix(".md").write_text(text)
     print(text)
@@ -199,6 +202,7 @@ class Bench:
         self.rest = self.train if others else rows(train, order[held_out:])
         self.test, self.elsewhere = rows(test, slice(task.tested)), rows(elsewhere, slice(task.sizes[2]))
         self.held_out, self.test, self.elsewhere = map(by_length, (self.held_out, self.test, self.elsewhere))
+        self.further = by_length(rows(train, order[size + CHOSEN_ON :])) if others else None
 
     def row(self, method: str, seed: int) -> None:
         """Choose the rate of a method, and train and measure it with one seed."""
@@ -207,6 +211,18 @@ class Bench:
         tried = {rate: self.kept(f"{tuned}, rate {rate:g}", self._try, tuned, rate)["NLL"] for rate in rates}
         rate = min(rates, key=lambda rate: tried[rate])
         self.kept(f"{method}, seed {seed}", self._test, method, rate, seed)
+
+    def measure_further(self, method: str, seed: int) -> None:
+        """Train as for the table, and measure on many samples that nothing was trained, chosen or tested on."""
+        rate = self.kept(f"{method}, seed {seed}", self._test)["rate"]
+        self.kept(f"{method}, seed {seed}, further samples", self._further, method, rate, seed)
+
+    def _further(self, method: str, rate: float, seed: int) -> dict[str, Any]:
+        ensemble, _ = self.trained(method, rate, self.train, seed)
+        data = cast(Data, self.further)
+        members = predicted(ensemble, data)
+        found = figures(members, members, data.labels)
+        return {"samples": len(data.labels)} | {name: found[name] for name in FURTHER}
 
     def kept(self, key: str, run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Return the figures of a run, which is made if it is not in the file yet."""
@@ -392,6 +408,8 @@ def rows(data: Data, chosen: Tensor | slice) -> Data:
     return Data(inputs, data.labels[chosen])
 
 
+FURTHER = ("accuracy", "members' accuracy", "NLL", "members' NLL", "ECE")
+CHOSEN_ON = 1200  # samples, at most, on which rates and shares were compared
 COLUMNS = {  # name of a figure -> its digits
     "accuracy": 1,
     "members' accuracy": 1,
@@ -416,6 +434,7 @@ def page(found: Mapping[str, Any], seeds: int) -> str:
         kept = {method: runs_of(found.get(name, {}), method, seeds) for method in (ONE, *METHODS)}
         lines += [row_of(method, runs, kept[ONE]) for method, runs in kept.items() if runs]
         parts.append("\n".join(lines))
+        parts += further_of(name, found.get(name, {}), seeds)
     notes = [
         "mean ± standard deviation over seeds; accuracies in %; rates were chosen on validation samples",
         "text: trained in bfloat16 by autocast, predicted in float32; MC dropout: five passes",
@@ -429,6 +448,33 @@ def page(found: Mapping[str, Any], seeds: int) -> str:
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)]) + "\n"
 
 
+def further_of(name: str, found: Mapping[str, Any], seeds: int) -> list[str]:
+    """Write the figures on further samples, if there are any."""
+    kept = {
+        method: [found.get(f"{method}, seed {seed}, further samples") for seed in range(seeds)] for method in METHODS
+    }
+    kept = {method: runs for method, runs in kept.items() if all(runs)}
+    if not kept:
+        return []
+    lines = [f"| | {' | '.join(FURTHER)} |", f"|---|{'---:|' * len(FURTHER)}"]
+    for method, runs in kept.items():
+        cells = [mean_of(figure, [run[figure] for run in runs]) for figure in FURTHER]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    samples = next(iter(kept.values()))[0]["samples"]
+    return [
+        f"{name}: {samples} further samples of the training split, on which nothing was trained or chosen",
+        "\n".join(lines),
+    ]
+
+
+def mean_of(figure: str, values: list[float]) -> str:
+    """Write the mean over the seeds, with the standard deviation if there are several."""
+    values = [value * (100 if "accuracy" in figure else 1) for value in values]
+    digits = COLUMNS[figure]
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 and figure != "file" else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
 def runs_of(found: Mapping[str, Any], method: str, seeds: int) -> dict[int, dict[str, float]]:
     """Return the runs of a method that are there, by seed."""
     named = {seed: f"{method}, seed {seed}" for seed in range(seeds)}
@@ -438,10 +484,7 @@ def runs_of(found: Mapping[str, Any], method: str, seeds: int) -> dict[int, dict
 def row_of(method: str, runs: Mapping[int, Mapping[str, float]], one: Mapping[int, Mapping[str, float]]) -> str:
     """Write the row of a method; `one` are the runs of one fine-tuning."""
     cells = [method, str(len(runs)), f"{next(iter(runs.values()))['rate']:g}"]
-    for figure, digits in COLUMNS.items():
-        values = [run[figure] * (100 if "accuracy" in figure else 1) for run in runs.values()]
-        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 and figure != "file" else ""
-        cells.append(f"{statistics.mean(values):.{digits}f}{spread}")
+    cells += [mean_of(figure, [run[figure] for run in runs.values()]) for figure in COLUMNS]
     for cost in ("seconds", "predicting"):
         cells.append(f"{statistics.median(run[cost] / one[seed][cost] for seed, run in runs.items()):.1f}")
     return f"| {' | '.join(cells)} |"
