@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from plures.errors import PluresError
 
@@ -125,16 +126,8 @@ def pairs_of(loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
 
 def copied(inputs: Any) -> Arguments:
     """Copy the tensors of a batch of inputs, for a network that may change them in place."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.clone()
-        if type(value) in (tuple, list):
-            return type(value)(map(copy, value))
-        return {name: copy(one) for name, one in value.items()} if type(value) is dict else value
-
-    args, kwargs = arguments(inputs)
-    return Arguments(copy(args), copy(kwargs))
+    copies: Arguments = tree_map_only(Tensor, Tensor.clone, arguments(inputs))
+    return copies
 
 
 class Lender(Generic[Structure]):

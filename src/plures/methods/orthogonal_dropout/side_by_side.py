@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from plures.graph import is_of_torch
 from plures.methods.orthogonal_dropout.training_plan import GROUPED, Plan, can_norm
@@ -156,7 +157,7 @@ class SideBySide(fx.Interpreter):
             own = map_aggregate((args, kwargs), cut)
             return functional_call(layer, self.subject.within(str(node.target), member), *own, tie_weights=False)
 
-        return _joined([alone(member) for member in range(self.subject.members)])
+        return tree_map(_joined, *map(alone, range(self.subject.members)))
 
     def _masked(self, node: fx.Node) -> tuple[Tensor, Tensor | None]:
         """Return the weight of each member, zero where it owns nothing, [members, ...], and its bias."""
@@ -219,11 +220,6 @@ class SideBySide(fx.Interpreter):
         return getattr(self, node.op)(node.target, args, kwargs)
 
 
-def _joined(results: list[Any]) -> Any:
+def _joined(*results: Any) -> Any:
     """Put the outputs of all members one after the other."""
-    first = results[0]
-    if isinstance(first, Tensor):
-        return torch.cat(results)
-    if isinstance(first, tuple | list):
-        return type(first)(map(_joined, map(list, zip(*results, strict=True))))
-    return first
+    return torch.cat(results) if isinstance(results[0], Tensor) else results[0]
