@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from plures.calling import Arguments, batch_of, call_with, logits_of
+from plures.calling import Arguments, batch_of, call_with, each_batched, logits_of
 from plures.checks import one_of, unknown
 from plures.ensemble import Ensemble, Stored
 from plures.errors import PluresError
@@ -208,16 +208,15 @@ class Tiled(nn.Module):
         """Return the logits of all members, [members, batch, classes]."""
         batch = len(batched(args, kwargs))
 
-        def tile(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != batch:
-                return value  # no batch: a flag, a table
+        def tile(value: Tensor) -> Tensor:
             if self.interleave:
                 return value.repeat_interleave(self.members, 0)
             return value.repeat(self.members, *[1] * (value.dim() - 1))
 
         self.rows.count = batch * self.members
         self.rows.owner = None
-        logits = run(self.network, self.rows, *map(tile, args), **{name: tile(value) for name, value in kwargs.items()})
+        args, kwargs = each_batched(Arguments(args, kwargs), tile)
+        logits = run(self.network, self.rows, *args, **kwargs)
         if self.interleave:
             return torch.unflatten(logits, 0, (batch, self.members)).transpose(0, 1)
         return torch.unflatten(logits, 0, (self.members, batch))
@@ -248,8 +247,7 @@ def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Mod
         return others[network]
     for name, module in list(network.named_modules(remove_duplicate=False)):
         if module in others:
-            parent, _, attribute = name.rpartition(".")
-            setattr(network.get_submodule(parent), attribute, others[module])
+            network.set_submodule(name, others[module])
     return network
 
 

@@ -1,5 +1,6 @@
 """One member in a stage of its own, as the training engine sees it: `Members` tells the same of all of them."""
 
+from operator import attrgetter
 from typing import cast
 
 from torch import Tensor, nn
@@ -23,8 +24,7 @@ class Alone:
 
     def rows(self, name: str) -> Tensor:
         """Return a tensor that is not split, [members, ...]."""
-        path, _, attribute = name.rpartition(".")
-        return cast(Tensor, getattr(self.network.get_submodule(path), attribute))[None]
+        return cast(Tensor, attrgetter(name)(self.network))[None]
 
     def kernels(self, name: str) -> Tensor | None:
         """Return the kernels of a split weight that each member has, [members, outputs, inputs]; None if only parts."""
