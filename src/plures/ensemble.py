@@ -181,10 +181,12 @@ class Ensemble(Trainable, ABC):
             raise PluresError(f"member {member} is not trained; trained members: {self.trained or 'none'}")
         return member
 
-    def _all_ready(self) -> list[int]:
-        if not self.trained:
+    def _all_ready(self, chosen: Sequence[int] | None = None) -> list[int]:
+        """Return the members that can predict, or those at some places among them."""
+        ready = self.trained
+        if not ready:
             raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
-        return self.trained
+        return ready if chosen is None else [ready[place] for place in chosen]
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)

@@ -14,7 +14,6 @@ from plures.answers import Prediction, Regression, single
 from plures.calibration import ClassCalibration, NumberCalibration
 from plures.calling import Arguments, arguments, logits_of
 from plures.ensemble import Ensemble
-from plures.errors import PluresError
 from plures.losses import GaussianNLL, Loss, classes_second, is_for_numbers
 from plures.methods.orthogonal_dropout.masks import spread
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
@@ -83,9 +82,7 @@ class SplitMembers(nn.Module):
 
     def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
-        trained = ensemble.trained
-        if not trained:
-            raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
+        trained = ensemble._all_ready()
         self.count = len(trained)
         self.loss: Loss = ensemble.loss
         networks = [ensemble.checkout(member) for member in trained]

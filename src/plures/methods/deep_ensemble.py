@@ -74,9 +74,7 @@ class DeepEnsemble(AnyOrder):
         return self._outputs([Arguments(args, kwargs)])
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
-        ready = self._all_ready()
-        asked = ready if chosen is None else [ready[place] for place in chosen]
-        return of_networks(self, self.networks, asked, batches)
+        return of_networks(self, self.networks, self._all_ready(chosen), batches)
 
     def _stage(self, step: Step) -> Stage:
         network = copied_around(self.networks[self._number(step.member)], self._shared)

@@ -285,9 +285,7 @@ class OrthogonalDropout(Ensemble):
 
     def _outputs(self, batches: list[Any], chosen: Sequence[int] | None = None) -> Tensor:
         """Return the logits of several batches, joined; each member is masked once for all of them."""
-
-        ready = self._all_ready()
-        asked = ready if chosen is None else [ready[place] for place in chosen]
+        asked = self._all_ready(chosen)
         if torch.compiler.is_compiling():
             return apart(batches, [partial(self._ready_to_run, self.network, member) for member in asked])
 
