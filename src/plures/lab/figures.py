@@ -1,6 +1,5 @@
 """The paper's figures: the accuracy of each member, and scores against the number of members."""
 
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,9 +69,8 @@ def draw(
     paths = []
     for suffix, metadata in UNDATED.items():
         paths.append(stem.with_name(stem.name + suffix))
-        contents = io.BytesIO()
-        figure.savefig(contents, format=suffix[1:], metadata=metadata)
-        files.write(paths[-1], contents.getvalue())
+        with files.replacing(paths[-1]) as beside:
+            figure.savefig(beside, format=suffix[1:], metadata=metadata)
     return paths
 
 

@@ -67,7 +67,10 @@ class ResidualBlock(nn.Module):
         if deep:
             self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
             self.bn3 = nn.BatchNorm2d(outputs)
-        self.downsample = _shortcut(inputs, outputs, stride)
+        self.downsample: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            project = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.downsample = nn.Sequential(project, nn.BatchNorm2d(outputs))
         self.relu = nn.ReLU()
         self.deep = deep
 
@@ -111,12 +114,6 @@ class ResNet(nn.Module):
         for stage in self.stages:
             out = self.get_submodule(stage)(out)
         return self.fc(self.avgpool(out).flatten(1))  # type: ignore[no-any-return]
-
-
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    if inputs == outputs and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 class PreActivationBlock(nn.Module):

@@ -47,7 +47,6 @@ def schema(**fields: Any) -> Any:
     return make("object", fields)
 
 
-SCORES = {"accuracy": Number, "nll": Number, "ece": Number}
 RECORD = schema(  # one line of log.jsonl
     **{"stage": str, "phase": str, "member": Whole | None, "epoch": Count, "epochs": Count},
     **{"loss": Number, "seconds": Number, "validation_accuracy": Share | None},
@@ -62,9 +61,8 @@ CONFIG = schema(
     environment=NotRequired[dict[str, Any] | None],
 )
 METRICS = schema(
-    **SCORES,
     **dict.fromkeys(("images", "members", "bytes"), Whole),
-    **dict.fromkeys(("brier", "aurc", "mean_member_accuracy"), Number),
+    **dict.fromkeys(("accuracy", "nll", "ece", "brier", "aurc", "mean_member_accuracy"), Number),
     **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
     member_accuracies=list[Number],
 )
@@ -129,17 +127,15 @@ class RunFolder:
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[None]:
         """Lock the folder; if another process has locked it, `wait` or raise an error."""
-        try:
+        with files.told("write in the run folder", self.path, "; choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
-            lock.acquire(blocking=wait)
-        except Timeout:
-            raise PluresError(
-                f"another process is working in the run folder {self.path}: wait for it, or choose another folder"
-            ) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise PluresError(f"cannot write in the run folder {self.path}: {reason}; choose another folder") from error
+            try:
+                lock.acquire(blocking=wait)
+            except Timeout:
+                raise PluresError(
+                    f"another process is working in the run folder {self.path}: wait for it, or choose another folder"
+                ) from None
         try:
             for leftover in self.path.glob(".*.part"):  # of a process that was killed while it wrote
                 leftover.unlink()
@@ -190,9 +186,8 @@ class RunFolder:
     def clean(self) -> None:
         """Remove the files that only an unfinished run needs."""
         for path in (self.partial, self.state):
-            if path.exists():
-                with contextlib.suppress(OSError):  # they do no harm
-                    path.unlink()
+            with contextlib.suppress(OSError):  # they do no harm
+                path.unlink(missing_ok=True)
 
     def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         files.write_json(self._config, config)
