@@ -106,11 +106,11 @@ class Graph:
         """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied."""
         held = (*self.network.parameters(), *self.network.buffers())
         memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta", requires_grad=False) for t in held}
-        recorder = _Shapes(copy.deepcopy(self.network, memo), graph=self.graph)
-        recorder.extra_traceback = False
+        runner = fx.Interpreter(copy.deepcopy(self.network, memo), garbage_collect_values=False, graph=self.graph)
+        runner.extra_traceback = False
         with torch.no_grad():
-            recorder.run(*inputs)
-        return recorder.found
+            runner.run(*inputs)
+        return {node: value.shape for node, value in runner.env.items() if isinstance(value, Tensor)}
 
 
 def is_of_torch(layer: nn.Module | None) -> bool:
@@ -131,18 +131,6 @@ def is_plain_convolution(layer: nn.Module, grouped: bool = False) -> bool:
 
 def _calls_function(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method")
-
-
-class _Shapes(fx.Interpreter):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.found: dict[fx.Node, torch.Size] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.found[n] = result.shape
-        return result
 
 
 def graph_of(network: nn.Module) -> Graph | None:
