@@ -238,4 +238,3 @@ KINDS: dict[str, tuple[Callable[..., Tensor], tuple[object, ...]]] = {
     "pixelate": (pixelate, (0.95, 0.90, 0.85, 0.75, 0.65)),
     "jpeg": (jpeg, (80, 65, 58, 50, 40)),
 }
-CORRUPTIONS = [Corruption(name, severity) for name in KINDS for severity in SEVERITIES]
