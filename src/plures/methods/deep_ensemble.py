@@ -105,8 +105,7 @@ class DeepEnsemble(AnyOrder):
 
 def _shared(network: nn.Module, classifier: str) -> set[str]:
     one_of("classifier", classifier, get_args(Classifier))
-    names = tensors(network)
-    frozen = {name for name, t in names.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    frozen = {name for name, t in tensors(network).items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     if classifier == "private":
         return frozen
     classifier_of_all = set(classifier_tensors(network))

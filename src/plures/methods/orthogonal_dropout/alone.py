@@ -6,7 +6,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from plures.methods.orthogonal_dropout.masks import Keep, mask_of
+from plures.methods.orthogonal_dropout.masks import Keep
 
 
 class Alone:
@@ -32,9 +32,8 @@ class Alone:
         layer = self.network.get_submodule(path)
         if not parametrize.is_parametrized(layer, attribute):
             return None
-        chain = cast(nn.ModuleDict, layer.parametrizations)[attribute]
-        mask = mask_of(self.network, name)
-        if not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1 or mask.mask[0, 0].numel() > 1:
+        mask, *others = cast(nn.ModuleList, cast(nn.ModuleDict, layer.parametrizations)[attribute])
+        if not isinstance(mask, Keep) or others or mask.mask[0, 0].numel() > 1:
             return None
         return mask.mask.flatten(1)[None] != 0
 
