@@ -1,5 +1,6 @@
 """The cost of runs relative to one network: files and times, and the machine that measured them."""
 
+import copy
 import os
 import platform
 import re
@@ -7,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from timeit import Timer
 from typing import Any
@@ -59,15 +61,13 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
     inputs = torch.randn(PREDICTED, info.channels, info.size, info.size, device=device)
     inputs = inputs.contiguous(memory_format=torch.channels_last)
 
-    def predicting(asked: Predictor) -> Action:
-        def predict() -> None:
-            asked.predict(inputs)
-            if device.type != "cpu":
-                torch.accelerator.synchronize()  # it only queues its work
+    def predict(asked: Predictor) -> None:
+        asked.predict(inputs)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # it only queues its work
 
-        return predict
-
-    return Costs(file_size(ensemble) / file_size(single), relative(predicting(predictor), predicting(single)), epochs)
+    times = relative(partial(predict, predictor), partial(predict, single))
+    return Costs(file_size(ensemble) / file_size(single), times, epochs)
 
 
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:
@@ -133,13 +133,11 @@ def timed(actions: Sequence[Action], rounds: int, *, clock: Clock, shortest: flo
 
 def file_size(ensemble: Ensemble) -> int:
     """Return the bytes of the file that an ensemble is saved in, without its calibration."""
-    learned, ensemble.calibration = ensemble.calibration, None
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            save(ensemble, Path(folder) / "single")
-            return (Path(folder) / "single").stat().st_size
-    finally:
-        ensemble.calibration = learned
+    plain = copy.copy(ensemble)
+    plain.calibration = None
+    with tempfile.TemporaryDirectory() as folder:
+        save(plain, Path(folder) / "single")
+        return (Path(folder) / "single").stat().st_size
 
 
 def machine() -> dict[str, str | int]:

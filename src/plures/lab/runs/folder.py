@@ -145,19 +145,20 @@ class RunFolder:
 
     def begin(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run, or make sure that the folder's run is the same; return the configuration that holds."""
-        if not self._config.is_file():
-            if self.ensemble.exists() or self.partial.exists():
-                raise PluresError(f"{self.path} has an ensemble but no config.json: choose another run folder")
-            return self._write_config(config)
-        before = self.config()
-        if differing := differences(before, config):
-            if not self.state.exists() and not self.finished:  # no epoch was finished: there is nothing to lose
-                self.partial.unlink(missing_ok=True)
-                return self._write_config(config)
-            raise other_settings(self.path, differing, "choose another run folder, or the old settings")
-        if (changed := new_environment(before, config)) and not self.finished:
-            log.warning("the run resumes in another environment, and its bits may differ: %s", "; ".join(changed))
-        return before
+        if self._config.is_file():
+            before = self.config()
+            if not (differing := differences(before, config)):
+                if (changed := new_environment(before, config)) and not self.finished:
+                    warning = "the run resumes in another environment, and its bits may differ: %s"
+                    log.warning(warning, "; ".join(changed))
+                return before
+            if self.state.exists() or self.finished:
+                raise other_settings(self.path, differing, "choose another run folder, or the old settings")
+            self.partial.unlink(missing_ok=True)  # no epoch was finished: there is nothing to lose
+        elif self.ensemble.exists() or self.partial.exists():
+            raise PluresError(f"{self.path} has an ensemble but no config.json: choose another run folder")
+        files.write_json(self._config, config)
+        return dict(config)
 
     def read_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one."""
@@ -188,10 +189,6 @@ class RunFolder:
         for path in (self.partial, self.state):
             with contextlib.suppress(OSError):  # they do no harm
                 path.unlink(missing_ok=True)
-
-    def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        files.write_json(self._config, config)
-        return dict(config)
 
 
 def other_settings(path: Path, differing: Sequence[str], advice: str) -> PluresError:

@@ -194,8 +194,7 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Return metrics for Prometheus."""
-        text = prometheus.generate_latest(registry)
-        return Response(text, media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(prometheus.generate_latest(registry), media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> str:
