@@ -372,7 +372,7 @@ def test_all_tables_and_figures_are_written_and_costs_told_before(
         name: replace(TARGETS[name], recipes={"smoke": ("digits-smoke",)}, variants=(Variant("deterministic"),))
         for name in ("table1", "figure1")
     }
-    monkeypatch.setattr("plures.lab.paper.TARGETS", few)
+    monkeypatch.setattr("plures.lab.cli.compare.TARGETS", few)
     monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     words = ["reproduce", "all", "--scale", "smoke", "--runs", runs, "--out", str(tmp_path / "out")]
     assert main(words) == 0

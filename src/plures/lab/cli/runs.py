@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from plures.checks import whole_number
 from plures.errors import PluresError, visible
+from plures.files import check_place
 from plures.lab.cli.shared import Command, DataDir, Json, RunPath, Switch, TrustCode, print_json
 from plures.lab.serving import Limits
 
@@ -153,7 +154,6 @@ class Export(Command):
 
     def __call__(self) -> int:
         """Export, and print the size of the file and its calibration."""
-        from plures.files import check_place
         from plures.lab.runs.open import open_run
 
         check_place(self.file)
@@ -230,7 +230,6 @@ class Report(Command):
 
     def __call__(self) -> int:
         """Write the page, and print its path."""
-        from plures.files import check_place
         from plures.lab.compare.rows import rows_of
         from plures.lab.report import write_report
 
