@@ -203,13 +203,8 @@ class _OfThisThread(fx.Tracer):
 _turn = threading.RLock()  # one trace at a time; a network may make an engine of another one while it is traced
 
 
-def _renew_turn() -> None:
-    global _turn
-    _turn = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_turn)  # the thread that held it is not in the child
+if hasattr(os, "register_at_fork"):  # the thread that held it is not in the child
+    os.register_at_fork(after_in_child=lambda: globals().update(_turn=threading.RLock()))
 
 
 def trace(network: nn.Module) -> fx.Graph:

@@ -168,8 +168,8 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
         uploads, wanted = await read_request(request, limits)
         check_calibrated(run, wanted)
         loop = asyncio.get_running_loop()
-        jobs = [loop.run_in_executor(decoders, prepare, upload, run.info) for upload in uploads]
-        outcomes = [(upload.name, one) for upload, one in zip(uploads, await asyncio.gather(*jobs), strict=True)]
+        jobs = [loop.run_in_executor(decoders, prepare, *upload, run.info) for upload in uploads]
+        outcomes = [(name, one) for (name, _), one in zip(uploads, await asyncio.gather(*jobs), strict=True)]
         errors = [(name, one) for name, one in outcomes if isinstance(one, PluresError)]
         good = [(name, one) for name, one in outcomes if not isinstance(one, PluresError)]
         answers: list[dict[str, Any]] = []
