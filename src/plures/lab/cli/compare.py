@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, Suppress, arg
 
-from plures.checks import unknown
-from plures.errors import PluresError, visible
+from plures.checks import unknown, whole_number
+from plures.errors import visible
 from plures.files import check_place
 from plures.lab.cli.shared import Command, DataDir, Given, Switch
 from plures.lab.compare import Comparison, variants
@@ -77,8 +77,7 @@ class Compare(Command):
 
     def __call__(self) -> int:
         """Train the missing runs, and show the table."""
-        if self.seeds < 1:
-            raise PluresError(f"--seeds {self.seeds}: at least one is needed")
+        whole_number("--seeds", self.seeds)
         seeds = tuple(range(self.settings.seed, self.settings.seed + self.seeds))
         members = self.settings.members if "members" in self.given else None
         comparison = Comparison(self.recipe, self.settings, variants(self.methods), seeds, members=members)

@@ -235,10 +235,7 @@ class Report(Command):
 
         if not self.runs:
             raise PluresError("there are no runs to report on: give run folders, or folders that contain them")
-        try:
-            check_place(self.out)
-        except PluresError as error:
-            raise PluresError(f"{error}; give another file with --out") from error
+        check_place(self.out, "; give another file with --out")
         rows = rows_of(self.runs)
         command = shlex.join(["plures", "report", *map(str, self.runs)])
         write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=self.trust_code)
