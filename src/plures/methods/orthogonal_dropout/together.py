@@ -87,8 +87,7 @@ class Members(nn.Module):
         first = self._places[name]
         if first not in self._names:
             return None
-        weight = self.split(first)
-        owners = spread(self.get_buffer(self._names[first]), weight)
+        owners = spread(self.get_buffer(self._names[first]), self.split(first))
         if owners.dim() < 2 or owners[0, 0].numel() > 1:
             return None
         each = torch.arange(self.members, dtype=owners.dtype, device=owners.device)
