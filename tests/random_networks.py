@@ -239,21 +239,26 @@ def inputs_of(network: RandomNetwork, size: int, seed: int) -> tuple[Any, ...]:
     return (x, *others[network.argument])
 
 
-def ensemble_of(seed: int) -> plures.OrthogonalDropout:
-    """Split a random network, and give every member tensors of its own; raise PluresError if it cannot be split."""
+def ensemble_of(seed: int, changes: bool = False) -> plures.OrthogonalDropout:
+    """Split a random network, or let members change it; raise PluresError if that cannot be done."""
     draw = random.Random(-seed)
     network = RandomNetwork(seed)
     options = {
         "classifier": draw.choice((None, "private", "split")),
         "granularity": draw.choice(("kernel", "weight", "block")),
     }
-    ensemble = plures.OrthogonalDropout(network, draw.choice((2, 3, 5)), optimize_masks=False, **options)
+    members = draw.choice((2, 3, 5))
+    if changes:
+        ensemble = plures.adapt(network, members, share=draw.choice((None, 0.1)), last=draw.choice((None, 1, 2)))
+    else:
+        ensemble = plures.OrthogonalDropout(network, members, optimize_masks=False, **options)
     generator = torch.Generator().manual_seed(seed)
     for stage in ensemble.stages():
         with torch.no_grad():
             tensors = {**dict(stage.network.named_parameters()), **dict(stage.network.named_buffers())}
             for name, tensor in tensors.items():
-                if tensor.is_floating_point() and "parametrizations" not in name and tensor.dim() < 2:
+                own = "parametrizations" not in name or (changes and name.endswith("original"))
+                if tensor.is_floating_point() and own and tensor.dim() < 2:
                     tensor.add_(torch.rand(tensor.shape, generator=generator).to(tensor) * 0.3)
     return ensemble
 
@@ -265,13 +270,13 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).double().norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def wrong_answers(seed: int, compiled: bool = False, exported: bool = False) -> Iterator[str]:
+def wrong_answers(seed: int, compiled: bool = False, exported: bool = False, changes: bool = False) -> Iterator[str]:
     """Compare every engine of a random network, and copies of it, with its members; yield what is wrong.
 
     What is refused by a PluresError is right.
     """
     try:
-        ensemble = ensemble_of(seed)
+        ensemble = ensemble_of(seed, changes)
     except plures.PluresError:
         return
     network, draw = ensemble.network, random.Random(seed)

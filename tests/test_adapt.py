@@ -2,10 +2,11 @@
 
 import copy
 import logging
+import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plures import PluresError
 from plures.lab.cli.main import main
 from plures.methods.orthogonal_dropout.masks import mask_of, spread
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.native.library import why_unavailable
 from test_together import KINDS
 
 
@@ -113,10 +115,8 @@ def test_engines_and_copies_see_the_given_network(adapted: OrthogonalDropout) ->
     expected = torch.stack([adapted.checkout(member)(images()) for member in range(3)])
     assert torch.equal(adapted(images()), expected)
     assert torch.equal(copy.deepcopy(adapted)(images()), expected)
-    engine = adapted.engine()
-    assert engine.kind == "unfolded"
-    torch.testing.assert_close(engine(images()), expected)
-    assert "see a given network: use ensemble.engine" in refused(lambda: adapted.engine("owned"))
+    assert adapted.engine().kind == "unfolded", "convolutions run member by member"
+    torch.testing.assert_close(adapted.engine("unfolded")(images()), expected)
 
 
 # --- the file
@@ -136,6 +136,93 @@ def test_a_file_of_changes(tmp_path: Path, share: float | None, base: bool) -> N
     stored = {name.partition("/")[0] for name in Forgery(path).tensors}
     assert ("given" in stored) is base
     assert "owners" in stored
+
+
+class Block(nn.Module):
+    """A block of linear layers that notes how many rows it sees; `inplace` changes what it is given."""
+
+    rows: ClassVar[list[Any]] = []
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.act, self.up, self.down = nn.ReLU(inplace), nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.rows.append(x.shape[0])
+        return x + self.down(torch.relu(self.up(self.act(x)) * mask))
+
+
+class Blocks(nn.Module):
+    """Blocks that torch.fx cannot trace, or can, of which some see what all members share."""
+
+    def __init__(self, inplace: bool = False, traced: bool = False) -> None:
+        super().__init__()
+        self.stem, self.traced = nn.Linear(6, 12), traced
+        self.blocks = nn.ModuleList(Block(inplace) for _ in range(4))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not self.traced and x.dim() > 5:
+            raise ValueError(x.shape)
+        x, mask = self.stem(x), mask[:, None] * 1.0
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+def changed(network: nn.Module, last: int | None, members: int = 3) -> OrthogonalDropout:
+    ensemble = plures.adapt(network.eval(), members, share=0.1, last=last)
+    generator = torch.Generator().manual_seed(0)
+    for stage in ensemble.stages():
+        with torch.no_grad():
+            for one in stage.parameters():
+                if one.requires_grad:
+                    one.add_(torch.randn(one.shape, generator=generator) * 0.3)
+        stage.commit()
+    return ensemble
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason="the native library is unavailable")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("last", [None, 2])
+def test_members_run_side_by_side_after_what_they_share(inplace: bool, traced: bool, last: int | None) -> None:
+    ensemble = changed(Blocks(inplace, traced), last)
+    engine = ensemble.engine()
+    assert engine.kind == "owned"
+    for size in (1, 4, 3, 6):
+        x = torch.randn(size, 6), torch.rand(size)
+        with torch.no_grad():
+            expected = torch.stack([ensemble.checkout(member)(*x) for member in range(3)])
+        for one in (engine, copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+            with torch.no_grad():
+                torch.testing.assert_close(one(*x), expected)
+        with torch.inference_mode():
+            torch.testing.assert_close(engine(*[part.clone() for part in x]), expected)
+        for some in ([0, 2], [1]):
+            found = engine.predict(x, members=some).members
+            torch.testing.assert_close(found, expected[some].softmax(-1))
+    assert "owned" in engine.about, "the first batches are as those of the members"
+    Block.rows.clear()
+    engine.predict((torch.randn(5, 6), torch.rand(5)))
+    assert Block.rows == ([15] * 4 if last is None else [5, 5, 15, 15])
+    assert ("run once" in engine.about) == (last is not None)
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason="the native library is unavailable")
+def test_samples_that_influence_each_other_run_apart(caplog: pytest.LogCaptureFixture) -> None:
+    class Mixing(Blocks):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0), mask)
+
+    ensemble = changed(Mixing(), 2)
+    engine = ensemble.engine("owned")
+    for size in (4, 3):
+        x = torch.randn(size, 6), torch.rand(size)
+        with torch.no_grad():
+            expected = torch.stack([ensemble.checkout(member)(*x) for member in range(3)])
+            torch.testing.assert_close(engine(*x), expected)
+    assert sum("runs each member as a separate network" in one.message for one in caplog.records) == 1
 
 
 def test_the_file_of_a_small_share_is_small(tmp_path: Path) -> None:

@@ -161,6 +161,11 @@ def generated() -> Iterator[tuple[Tensor, Tensor]]:
     yield digits(slice(32))
 
 
+def mislabelled(label: int) -> tuple[Tensor, Tensor]:
+    images, labels = digits(slice(32))
+    return images, torch.cat([labels[:-1], torch.tensor([label])])
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -177,12 +182,34 @@ def generated() -> Iterator[tuple[Tensor, Tensor]]:
         ),
         ({"optimizer": lambda stage: None}, "optimizer= returned NoneType: return an optimizer"),
         ({"validation": [(digits(slice(32))[0], None)]}, "the targets are not numbers"),
+        (
+            {"validation": [digits(slice(32)), mislabelled(10)]},
+            "validation has the target 10: the network has 10 classes, from 0",
+        ),
+        ({"validation": [(digits(slice(32))[0], digits(slice(32))[1][:, None])]}, "give one class for each place"),
+        ({"validation": [mislabelled(-1)], "patience": 1}, "validation has the target -1: the network has 10"),
     ],
 )
 def test_bad_input_gets_one_sentence(given: dict[str, Any], words: str) -> None:
     arguments = {"loader": [digits(slice(32))], "epochs": 3, "progress": False} | given
     with pytest.raises(plures.PluresError, match=words):
         plures.Deterministic(network()).fit(**arguments)
+
+
+def test_held_out_labels_are_checked_before_the_first_epoch() -> None:
+    records: list[dict[str, Any]] = []
+    given: dict[str, Any] = {"progress": False, "callbacks": [records.append]}
+    with pytest.raises(plures.PluresError, match="-100 is no label"):
+        plures.split(network(), 2).fit(loader(slice(64)), 1, validation=[mislabelled(10)], **given)
+    assert not records
+    dense = nn.Conv2d(1, 3, 3, padding=1)
+    places = torch.randint(3, (8, 4, 4))
+    data = DataLoader(TensorDataset(torch.rand(8, 1, 4, 4), places), 4)
+    unlabelled = [(torch.rand(2, 1, 4, 4), torch.tensor([0, 1, 2, -100]).expand(2, 4, 4))]
+    plures.DeepEnsemble(dense, 2).fit(data, 1, validation=unlabelled, **given)
+    assert len(records) == 2
+    with pytest.raises(plures.PluresError, match="validation has the target 3: the network has 3"):
+        plures.DeepEnsemble(dense, 2).fit(data, 1, validation=[(torch.rand(2, 1, 4, 4), places[:2] + 1)], **given)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:

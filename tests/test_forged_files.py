@@ -45,8 +45,10 @@ def _nothing_large(monkeypatch):
 class TestLargePromises:
     def test_a_packed_ensemble_of_endless_width(self, tmp_path) -> None:
         forged = forgery(tmp_path, "PackedEnsemble", members=2)
-        forged.document["options"]["alpha"] = 1e6
+        forged.document["options"]["alpha"] = 1e4
         assert "is of shape" in refused(tmp_path, forged)
+        forged.document["options"]["alpha"] = 2**31  # a width that not even a sketch without numbers can have
+        assert "alpha=2147483648; use a number above 0" in refused(tmp_path, forged)
 
     def test_a_deep_ensemble_of_two_hundred_single_numbers(self, tmp_path) -> None:
         forged = forgery(tmp_path, "DeepEnsemble", members=2)
@@ -236,8 +238,12 @@ def test_weights_of_another_kind(tmp_path, dtype) -> None:
     [
         ("temperature", torch.ones(3)),
         ("temperature", torch.tensor(0.0)),
+        ("temperature", torch.tensor(0.0, dtype=torch.float16)),
+        ("temperature", torch.tensor(1e-247, dtype=torch.float64)),
         ("temperature", torch.tensor(float("nan"))),
         ("members", torch.tensor(2.5)),
+        ("members", torch.tensor(True)),
+        ("rank", torch.ones(3, dtype=torch.bool)),
         ("probability", torch.zeros(0)),
         ("rank", torch.ones(3)),
         ("before", torch.full((3,), float("inf"))),

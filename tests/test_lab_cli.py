@@ -185,6 +185,17 @@ def test_the_recipe_may_stand_after_the_options(tmp_path: Path, capsys: pytest.C
     assert "no data set 'cub'" in capsys.readouterr().err  # the recipe was found, its data were overridden
 
 
+def test_epochs_of_other_stages_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = ["train", "digits-smoke", "--model", "mlp", "--width", "32", "--members", "2", "--epochs.train", "1"]
+    assert main([*words, "--run", str(tmp_path / "sequential")]) == 0
+    told = [one.getMessage() for one in caplog.records if "changes nothing" in one.getMessage()]
+    counted = "--epochs.pretrain, --epochs.prune, --epochs.finetune"
+    assert told == [f"--epochs.train changes nothing: the epochs that count here are {counted}"]
+    caplog.clear()
+    assert main([*words, "--together", "True", "--run", str(tmp_path / "together")]) == 0
+    assert "changes nothing" not in caplog.text
+
+
 def test_methods_and_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--set", "optimize-masks=false", "--set", "classifier=split", "--seed", "3"]
     assert main(["train", "--run", str(tmp_path / "random"), *words]) == 0

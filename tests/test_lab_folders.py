@@ -76,6 +76,15 @@ def test_no_value_of_a_run_leads_to_a_traceback(folder: Path, name: str) -> None
     assert refused > len(changed) / 2
 
 
+@pytest.mark.parametrize("name", ["images", "members"])
+@pytest.mark.parametrize("count", [0, -1])
+def test_metrics_of_no_images_or_members_are_damaged(folder: Path, name: str, count: int) -> None:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    (folder / "metrics.json").write_text(json.dumps(metrics | {name: count}))
+    with pytest.raises(PluresError, match=r"metrics.json is damaged .*: remove it"):
+        rows_of([folder])
+
+
 @pytest.mark.parametrize("contents", ["[" * 100_000, "{}", "null", '{"size": "x", "prediction": 1, "epochs": 1}'])
 def test_damaged_costs(folder: Path, contents: str) -> None:
     (folder / "costs.json").write_text(contents)

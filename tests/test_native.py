@@ -166,7 +166,7 @@ def chain_of(*layers: LinearWeights, relu: bool = False) -> list[object]:
     members = len(layers[0].starts)
     joined = [torch.cat([getattr(one, name) for one in layers]) for name in ("places", "weights", "owners")]
     ids = torch.arange(members, dtype=torch.int32)
-    sizes = [n for one in layers for n in (one.inputs, one.outputs, one.copies, len(one.places), relu)]
+    sizes = [n for one in layers for n in (one.inputs, one.outputs, one.each, len(one.places), relu)]
     starts = torch.cat([one.starts for one in layers], 1)
     return [starts, *joined, torch.zeros(members, sum(one.outputs for one in layers)), ids, sizes]
 

@@ -13,9 +13,14 @@ def test_engines_of_random_networks_are_right_or_refused(first) -> None:
     assert [wrong for seed in range(first, first + 5) for wrong in wrong_answers(seed)] == []
 
 
-@pytest.mark.parametrize("seed", [100])
-def test_compiled_engines_of_random_networks_are_right_or_refused(seed) -> None:
-    assert list(wrong_answers(seed, compiled=True)) == []
+@pytest.mark.parametrize("first", [0, 20])
+def test_engines_of_members_that_change_random_networks_are_right_or_refused(first) -> None:
+    assert [wrong for seed in range(first, first + 8) for wrong in wrong_answers(seed, changes=True)] == []
+
+
+@pytest.mark.parametrize(("seed", "changes"), [(100, False), (100, True)])
+def test_compiled_engines_of_random_networks_are_right_or_refused(seed, changes) -> None:
+    assert list(wrong_answers(seed, compiled=True, changes=changes)) == []
     torch.compiler.reset()
 
 

@@ -20,7 +20,7 @@ import plures
 from networks import ALL, CLASSES, images, labels, reproducible
 from plures.lab.models import build, resnet18
 from plures.methods.orthogonal_dropout.masks import mask_of
-from plures.methods.orthogonal_dropout.training_engine import TrainingEngine
+from plures.methods.orthogonal_dropout.training_engine import TrainingEngine, _tell
 from plures.native import library
 from plures.native.rows import LinearLayer, linear
 from plures.native.training import Convolved, Memory, Normed, blocked, kernels_of, run_layers, unblocked
@@ -609,6 +609,31 @@ def test_a_list_or_dict_that_changes_in_a_module_is_seen(monkeypatch):
         assert ran(stage, monkeypatch, lambda: trained(stage))  # noqa: B023
         change(stage.network)
         assert trained(stage)[0] == trained(without_engine(stage))[0]
+
+
+class Fading(nn.Module):
+    """A network whose owner, or whose forward, changes a plain attribute between steps."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.inner, self.counts, self.fading, self.calls = residual(), counts, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts
+        logits: Tensor = self.inner(x) * self.fading
+        return logits
+
+
+@pytest.mark.parametrize(("counts", "name"), [(False, "fading"), (True, "calls")])
+def test_an_attribute_that_changes_in_training_is_told_once(counts, name, caplog):
+    _tell.cache_clear()
+    for _ in range(2):
+        stage = opened(Fading(counts))
+        for _ in range(3):
+            trained(stage)
+            stage.network.fading *= 0.5
+    told = [one.getMessage() for one in caplog.records if "faster engine" in one.getMessage()]
+    assert told == [f"the network trains without its faster engine, because its attribute {name} changes in training"]
 
 
 def test_channels_last_is_compared_like_any_other_layout(monkeypatch):

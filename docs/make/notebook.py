@@ -43,12 +43,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     asked = parser.parse_args()
     os.environ["DATA"] = str(asked.data.resolve())
-    begun = time.monotonic()
+    begun, before = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         printed = run(DOCS / "notebooks" / f"pretrained-{asked.name}.ipynb")
-    minutes = (time.monotonic() - begun) / 60
+    minutes, busy = (time.monotonic() - begun) / 60, (time.process_time() - before) / 60
     told = ", ".join(f"{key} {value}" for key, value in machine().items())
-    note = f"\npython docs/make/notebook.py {asked.name} --data DATA: {minutes:.1f} minutes; {told}\n"
+    taken = f"{minutes:.1f} minutes, {busy:.1f} of processor time"
+    note = f"\npython docs/make/notebook.py {asked.name} --data DATA: {taken}; {told}\n"
     print(note)
     (DOCS / "results" / f"notebook-{asked.name}.txt").write_text(printed + note)
 

@@ -3,7 +3,7 @@
     python docs/make/pretrained_costs.py
 
 It needs the packages of docs/make/pretrained.py, and no data. The table goes to docs/results/pretrained-costs.md.
-Times are processor times of one thread: the second fastest of nine calls, the median of three comparisons.
+Times are processor times of one thread: the second fastest of nine calls, the median of seven comparisons.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def ratios(task: str, last: int | str) -> str:
             inputs = inputs_of(task, batch)
             expected = torch.stack([member(**inputs) for member in members])
             difference = max(difference, float((engine(**inputs) - expected).abs().max()))
-            pairs = [(spent(engine, inputs), spent(members[0], inputs)) for _ in range(3)]
+            pairs = [(spent(engine, inputs), spent(members[0], inputs)) for _ in range(7)]
             cells.append(f"{statistics.median(all_ / one for all_, one in pairs):.2f}")
     return " | ".join([*cells, f"{difference:.0e}"])
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from plures.arrays import labelled, numbers, soften
+from plures.arrays import TINY, labelled, numbers, soften
 from plures.errors import PluresError
 from plures.guarantees import Selection, adaptive_scores, quantile, select
 from plures.metrics import nll, temperature, tempered
@@ -166,9 +166,7 @@ def to_tensors(calibration: Calibration | None) -> dict[str, Tensor]:
         return {}
     values = {PREFIX + field.name: getattr(calibration, field.name) for field in fields(calibration)}
     kinds = {float: torch.float64, int: torch.int64}
-    return {
-        n: one if isinstance(one, Tensor) else torch.tensor(one, dtype=kinds[type(one)]) for n, one in values.items()
-    }
+    return {name: torch.as_tensor(one, dtype=kinds.get(type(one))) for name, one in values.items()}
 
 
 def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration | None:
@@ -185,12 +183,13 @@ def from_tensors(kind: str | None, read: Callable[[str], Tensor]) -> Calibration
     made: Calibration = cls(**plain)
     expected = made.shapes()
     for name, tensor in stored.items():
-        if list(tensor.shape) != expected[name] or tensor.is_floating_point() == (name in WHOLE):
+        other_kind = tensor.is_floating_point() == (name in WHOLE) or tensor.dtype == torch.bool
+        if list(tensor.shape) != expected[name] or other_kind:
             raise PluresError(
                 f"the calibration in the file is damaged: its {name} have shape {list(tensor.shape)} and dtype "
                 f"{tensor.dtype}; expected {expected[name]}"
             )
-        lowest = 0 if name not in POSITIVE else torch.finfo(tensor.dtype).tiny
+        lowest = max(TINY, torch.finfo(tensor.dtype).tiny) if name in POSITIVE else 0  # float32 divides by it
         if tensor.is_complex() or not bool(((tensor >= lowest) & tensor.isfinite()).all()):
             raise PluresError(f"the calibration in the file is damaged: its {name} are not finite and positive")
     return made

@@ -126,8 +126,7 @@ def pairs_of(loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
 
 def copied(inputs: Any) -> Arguments:
     """Copy the tensors of a batch of inputs, for a network that may change them in place."""
-    copies: Arguments = tree_map_only(Tensor, Tensor.clone, arguments(inputs))
-    return copies
+    return Arguments(*tree_map_only(Tensor, Tensor.clone, tuple(arguments(inputs))))
 
 
 class Lender(Generic[Structure]):

@@ -182,11 +182,11 @@ class Ensemble(Trainable, ABC):
         return member
 
     def _all_ready(self, chosen: Sequence[int] | None = None) -> list[int]:
-        """Return the members that can predict, or those at some places among them."""
-        ready = self.trained
-        if not ready:
+        """Return the trained members, or some of them by their places; refuse an ensemble that has none."""
+        trained = self.trained
+        if not trained:
             raise PluresError("no member of this ensemble is trained: train its stages() or load a trained file")
-        return ready if chosen is None else [ready[place] for place in chosen]
+        return trained if chosen is None else [trained[place] for place in chosen]
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items() if name in SHOWN_OPTIONS)

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from plures import checkpoints, files
+from plures.arrays import IGNORED
 from plures.calling import pairs_of
 from plures.checks import one_of, whole_number
 from plures.errors import PluresError
-from plures.losses import loss_of_all
+from plures.losses import classes_second, is_for_numbers, loss_of_all
 from plures.prediction import Predictor
 from plures.progress import ProgressLine
 from plures.seeding import seed_of
-from plures.stage import Stage, Step, due, unwrapped
+from plures.stage import Stage, Step, check_classes, due, unwrapped
 
 Schedule = Literal["cosine", "constant"]
 CHECK_EVERY = 50  # steps between looks at the loss: on a GPU each look waits for the device
@@ -79,7 +80,7 @@ class StageLoop:
         if self.steps is None or self.stage.phase == "prune" or (total := self.epochs * self.steps) >= FEW_STEPS:
             return
         log.warning(
-            f"stage '{self.stage.name}' has only {total} step{'s' * (total > 1)} (epochs: {self.epochs}, batches: "
+            f"stage '{self.stage.name}' has only {total} step{'s' * (total != 1)} (epochs: {self.epochs}, batches: "
             f"{self.steps}): if it learns too little, use smaller batches, or "
             f"{math.ceil(FEW_STEPS / max(1, self.steps))} epochs"
         )
@@ -156,6 +157,24 @@ class StageLoop:
                     labels += len(targets)
         self.stage.train()
         return right.item() / labels if labels else None, loss / samples if samples else None
+
+    @torch.no_grad()
+    def check(self, batches: Iterable[tuple[Any, Tensor]]) -> None:
+        """Refuse held-out labels that do not fit the outputs: they would be missed only after the training."""
+        outputs, loss = None, unwrapped(self.stage.loss)
+        for inputs, targets in batches:
+            if outputs is None:  # the network runs once
+                self.stage.eval()
+                outputs = self.stage.outputs(inputs)
+                self.stage.train()
+                check_classes(loss, outputs[0], targets)
+                outputs = classes_second(outputs, loss)
+            if is_for_numbers(loss) or targets.is_floating_point() or targets.dim() != outputs.dim() - 2:
+                return
+            wrong = targets[(targets < 0) | (targets >= outputs.shape[2])]
+            if len(wrong := wrong[wrong != IGNORED]):
+                known = f"the network has {outputs.shape[2]} classes, from 0, and {IGNORED} is no label"
+                raise PluresError(f"validation has the target {int(wrong[0])}: {known}")
 
     def _set_rates(self, number: int, index: int) -> None:
         step = number - 1 if self.steps is None else (number - 1) * self.steps + index - 1
@@ -266,7 +285,7 @@ class Trainable(Predictor):
         where = next(iter(self.parameters())).device if device is None else torch.device(device)
         self.to(where)
         by_step = {step.name: _epochs_of(step.phase, epochs) for step in self.plan()}
-        if due(self.plan()) is None:
+        if (first := due(self.plan())) is None:
             log.warning("fit trains nothing: all stages are committed; make a new ensemble to train from the start")
         make = optimizer or (lambda stage: AdamW(stage.parameter_groups(weight_decay=DECAY), lr=RATE * stage.pace))
         file = None if checkpoint is None else CheckpointFile(Path(checkpoint), self, epochs)
@@ -276,6 +295,8 @@ class Trainable(Predictor):
         ):
             while (step := due(self.plan())) is not None:
                 loop = _loop(self, step, loader, by_step[step.name], make, schedule, where)
+                if validation is not None and step == first:
+                    loop.check(_pairs(validation, where))
                 if number := 0 if file is None else file.resume(loop):
                     display.say(f"resuming {step.name} after epoch {number} of {loop.epochs}")
                 while number < loop.epochs and (patience is None or number - loop.best.epoch < patience):
@@ -285,7 +306,7 @@ class Trainable(Predictor):
                         accuracy, loss = loop.score(_pairs(validation, where), with_loss=patience is not None)
                         record |= {"validation_accuracy": accuracy, "validation_loss": loss}
                         if loss is not None and loss < loop.best.loss:
-                            loop.best = Best(loss, number, _copies(loop.stage))
+                            loop.best = Best(loss, number, {n: t.clone() for n, t in loop.stage.state_dict().items()})
                     if file is not None:
                         file.write(loop, number)
                     display.epoch(record)
@@ -365,10 +386,6 @@ def _loop(
     loop = StageLoop(stage, loader, steps, epochs, made, factor, seed=seed, device=device)
     loop.warn_if_few_steps()
     return loop
-
-
-def _copies(stage: Stage) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in stage.state_dict().items()}
 
 
 def _epochs_of(phase: str, epochs: int | Mapping[str, int]) -> int:

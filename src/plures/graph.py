@@ -1,6 +1,5 @@
 """One pass over a network by torch.fx: which layers it calls, what they are, and what follows what."""
 
-import copy
 import operator
 import os
 import threading
@@ -65,8 +64,7 @@ class Graph:
 
     def is_elementwise(self, node: fx.Node) -> bool:
         """Return whether a node works on each number apart, so that any layout of the images will do."""
-        of_function = _calls_function(node) and node.target in ELEMENTWISE
-        return of_function or self.is_layer(node, *ELEMENTWISE_LAYERS)
+        return self.is_layer(node, *ELEMENTWISE_LAYERS) or (_calls_function(node) and node.target in ELEMENTWISE)
 
     def does_nothing(self, node: fx.Node) -> bool:
         """Return whether a node returns what it is given, in eval mode."""
@@ -101,16 +99,6 @@ class Graph:
             if alone and not any(first_names[name] in tied or name in read for name in inside):
                 pairs[names[0]] = names[1]
         return pairs
-
-    def shapes(self, *inputs: Tensor) -> dict[fx.Node, torch.Size]:
-        """Compute the shapes of all tensors for inputs on the meta device; nothing is multiplied."""
-        held = (*self.network.parameters(), *self.network.buffers())
-        memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta", requires_grad=False) for t in held}
-        runner = fx.Interpreter(copy.deepcopy(self.network, memo), garbage_collect_values=False, graph=self.graph)
-        runner.extra_traceback = False
-        with torch.no_grad():
-            runner.run(*inputs)
-        return {node: value.shape for node, value in runner.env.items() if isinstance(value, Tensor)}
 
 
 def is_of_torch(layer: nn.Module | None) -> bool:

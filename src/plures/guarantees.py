@@ -91,10 +91,7 @@ def risk_bound(errors: int, answered: int, delta: float) -> float:
     counts = torch.arange(errors + 1, dtype=torch.float64)
     choose = math.lgamma(answered + 1) - torch.lgamma(counts + 1) - torch.lgamma(answered - counts + 1)
     low, high = errors / answered, 1.0
-    while high - low > 1e-12:
-        rate = (low + high) / 2
-        if not low < rate < high:
-            break
+    while high - low > 1e-12 and low < (rate := (low + high) / 2) < high:
         terms = choose + counts * math.log(rate) + (answered - counts) * math.log1p(-rate)
         low, high = (rate, high) if float(terms.logsumexp(0)) > math.log(delta) else (low, rate)
     return high

@@ -1,6 +1,7 @@
 """Run the attack: python -m attack --help."""
 
 import argparse
+import logging
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--results", type=Path, help="store the verdicts in this JSON file; the same command continues")
     chosen = parser.parse_args()
+    logging.disable(logging.WARNING)  # what plures says of subjects that are hardly trained
     settings = {name: getattr(chosen, name) for name in ("files", "networks", "predictions", "inputs", "first", "seed")}
     with tempfile.TemporaryDirectory() as folder:
         parts = [part for name in chosen.only for part in parts_of(name, chosen, Path(folder))]

@@ -66,8 +66,8 @@ def costs_of(ensemble: Ensemble, predictor: Predictor, network: nn.Module, info:
         if device.type != "cpu":
             torch.accelerator.synchronize()  # it only queues its work
 
-    times = relative(partial(predict, predictor), partial(predict, single))
-    return Costs(file_size(ensemble) / file_size(single), times, epochs)
+    time_of_one = relative(partial(predict, predictor), partial(predict, single))
+    return Costs(file_size(ensemble) / file_size(single), time_of_one, epochs)
 
 
 def epochs_of(records: Sequence[Mapping[str, Any]], plain: float) -> float:

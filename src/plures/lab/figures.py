@@ -129,8 +129,7 @@ def _explain(figure: Figure, columns: int, title: str | None = None) -> None:
     found = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     first = {label: handle for handle, label in reversed(found)}
     labels = list(dict.fromkeys(label for _, label in found))
-    handles = [first[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
+    figure.legend([first[label] for label in labels], labels, loc="outside lower center", ncols=columns, title=title)
 
 
 def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:

@@ -94,7 +94,7 @@ class MCDropout(OneStage):
 
         def make() -> tuple[nn.Module, list[_Hook], Trunk]:
             network, hooks = shell((self.network, self._hooks))
-            return network, hooks, Trunk([network], (), hooks)  # what comes before the first hook runs once
+            return network, hooks, Trunk([network], (), hooks)  # sites have hooks: what comes before them runs once
 
         # A structure of its own for each call: its hooks draw from the generator of the call.
         return self._lender.lend(self, make, run)

@@ -135,7 +135,7 @@ class Packing:
     ) -> None:
         check_members(members)
         if alpha is not None:
-            number("alpha", alpha, "a number above 0, or leave it out for about sqrt(members)", above=0)
+            number("alpha", alpha, "a number above 0, below 1e5, or None for about sqrt(members)", above=0, below=1e5)
         check_seed(seed)
         self.first, self.last = building.ends(network, first, last)
         refuse_unknown(network)

@@ -7,14 +7,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).parent
 PER_LEVEL = ("kernels.c", "training.c")  # compiled once for each set of instructions
 SOURCES = ("owned.h", "training.h", "vectors.h", "rows.h", "channels.h", "winograd.h", *PER_LEVEL, "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
-
-
 LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {  # sets of instructions, the best first: lanes, and flags
     "avx512": (16, ("-mavx512f", "-mfma")),
     "avx2": (8, ("-mavx2", "-mfma")),
@@ -50,13 +50,17 @@ def compile_into(folder: Path, levels: Sequence[str]) -> Path:
     if compiler is None:
         raise CannotCompileError("there is no C compiler (cc) on the PATH")
     with tempfile.TemporaryDirectory(dir=folder, prefix="compiling-") as temporary:
-        objects = []
-        for level in levels:
+
+        def compiled(part: tuple[str, str]) -> str:
+            level, source = part
             lanes, flags = LEVELS[level]
             names = (f"-DNAME=kernels_{level}", f"-DTRAINING=training_{level}", f'-DINSTRUCTIONS="{level}"')
-            for source in PER_LEVEL:
-                objects.append(str(Path(temporary, f"{level}-{source}.o")))
-                _run(compiler, *FLAGS, *flags, f"-DLANES={lanes}", *names, "-c", str(HERE / source), "-o", objects[-1])
+            made = str(Path(temporary, f"{level}-{source}.o"))
+            _run(compiler, *FLAGS, *flags, f"-DLANES={lanes}", *names, "-c", str(HERE / source), "-o", made)
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, product(levels, PER_LEVEL)))
         made = Path(temporary, "library")
         have = [f"-DHAVE_{level.upper()}" for level in levels]
         _run(compiler, *FLAGS, *have, "-shared", str(HERE / "library.c"), *objects, "-o", str(made), "-pthread", "-lm")

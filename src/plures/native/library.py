@@ -65,11 +65,8 @@ def load() -> Library:
 
 def why_unavailable() -> str | None:
     """Return why the library is unavailable, or None if it is available."""
-    try:
-        load()
-    except UnavailableError as error:
-        return str(error)
-    return None
+    found = _load_once(os.environ.get("PLURES_NATIVE", ""))
+    return str(found) if isinstance(found, UnavailableError) else None
 
 
 @cache

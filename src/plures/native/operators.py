@@ -118,8 +118,8 @@ def _linear(
 ) -> Tensor:
     """Run a chain of linear layers of all members, whose `LinearWeights` are joined.
 
-    `ids` says which rows of the weights of their own the members have, and which number among the owners. Each layer
-    has five sizes: inputs, outputs, copies, the length of its places, and whether a ReLU follows.
+    `ids` says which number the members have among the owners. Each layer
+    has five sizes: inputs, outputs, each, the length of its places, and whether a ReLU follows.
     """
     held = (starts, places, weights, owners, bias, ids)
     if (layers := recall(held, *sizes)) is None:
@@ -161,19 +161,20 @@ def _layers(held: Sequence[Tensor], sizes: list[int]) -> Any:
 
     outputs = sizes[0]
     for number, layer in enumerate(made):
-        before, (inputs, outputs, copies, count, relu) = outputs, sizes[5 * number :][:5]
-        if inputs != before or not 0 < min(inputs, outputs) <= max(inputs, outputs) < MOST // 8 or copies < -1:
+        before, (inputs, outputs, each, count, relu) = outputs, sizes[5 * number :][:5]
+        if (
+            inputs != before
+            or not 0 < min(inputs, outputs) <= max(inputs, outputs) < MOST // 8
+            or each not in (1, BLOCK)
+        ):
             raise PluresError(f"a layer of {inputs} inputs and {outputs} outputs cannot follow {before} outputs")
-        each, group = BLOCK if copies < 0 else 1, min(inputs, LINEAR_GROUP)
-        groups, single = -(-inputs // group), outputs * inputs
+        group = min(inputs, LINEAR_GROUP)
+        groups, single = -(-inputs // group), outputs * inputs if each == 1 else 0
         starts, places = take(0, groups * -(-outputs // each) + 1), take(1, count)
         check_lists(starts, places, groups, group, inputs - (groups - 1) * group)
-        weights = take(2, count * BLOCK if copies < 0 else max(1, copies) * single)
-        owners, bias = take(3, 0 if copies else single), take(4, outputs)
-        if copies > 0 and not 0 <= int(held[5].min()) <= int(held[5].max()) < copies:
-            raise PluresError(f"{copies} members have a weight of their own: ids must be from 0 to {copies - 1}")
-        pointers = (weights.data_ptr(), None if copies else owners.data_ptr(), starts.data_ptr(), places.data_ptr())
-        strides = (held[0].shape[1], single if copies > 0 else 0, inputs, 1)
+        weights, owners, bias = take(2, single or count * BLOCK), take(3, single), take(4, outputs)
+        pointers = (weights.data_ptr(), owners.data_ptr() if single else None, starts.data_ptr(), places.data_ptr())
+        strides = (held[0].shape[1], 0, inputs, 1)
         layer.forward = (*pointers, *strides, inputs, outputs, group, each)
         layer.bias, layer.bias_stride, layer.relu = bias.data_ptr(), held[4].shape[1], relu
     return made

@@ -229,8 +229,8 @@ def kernel_lists(
 class LinearWeights(NamedTuple):
     """What the members have of a linear layer: lists, as `Lists`, of the inputs that each output is computed from.
 
-    `copies` is 0 if members own single weights, -1 if they own blocks of eight outputs, and otherwise the number of
-    members, each with a weight of its own. `weights` are in the order of the layer, or for blocks in that of the lists.
+    `each` is 1 if members own single weights, and `weights` are in the order of the layer. It is 8 if they own blocks
+    of eight outputs, or if each has a weight of its own: these are in the order of the lists.
     """
 
     starts: Tensor
@@ -239,7 +239,7 @@ class LinearWeights(NamedTuple):
     owners: Tensor
     inputs: int
     outputs: int
-    copies: int
+    each: int
 
 
 def linear_lists(weight: Tensor, owners: Tensor | None, members: list[int]) -> LinearWeights:
@@ -253,19 +253,19 @@ def linear_lists(weight: Tensor, owners: Tensor | None, members: list[int]) -> L
         raise PluresError(f"the native library multiplies float32, not {weight.dtype}")
     weight, group, nothing = weight.detach().cpu(), min(inputs, LINEAR_GROUP), torch.empty(0, dtype=torch.uint8)
     if owners is None:
-        order = in_order(torch.ones(1, outputs, inputs, 1, dtype=torch.bool), group)
-        starts = order.starts.expand(len(members), -1).contiguous()
-        places = order.places.to(torch.int16)
-        return LinearWeights(starts, places, weight.flatten(), nothing, inputs, outputs, len(members))
-    order = in_order(_mine(owners[..., None], members), group)
+        mine = torch.ones(len(members), -(-outputs // BLOCK), inputs, 1, dtype=torch.bool)
+    else:
+        mine = _mine(owners[..., None], members)
+    order = in_order(mine, group)
     lists = order.starts, order.places.to(torch.int16)
-    if len(owners) != outputs:
+    if owners is None or len(owners) != outputs:
         padded = F.pad(weight, (0, 0, 0, -outputs % BLOCK))
-        blocks = padded.view(-1, BLOCK, inputs).transpose(1, 2)
-        return LinearWeights(*lists, blocks[order.output, order.channel].flatten(), nothing, inputs, outputs, -1)
+        blocks = torch.unflatten(padded, -2, (-1, BLOCK)).transpose(-2, -1)
+        of = (order.output, order.channel) if owners is not None else (order.member, order.output, order.channel)
+        return LinearWeights(*lists, blocks[of].flatten(), nothing, inputs, outputs, BLOCK)
     places_of = torch.full((256,), 255, dtype=torch.uint8)  # of members among those that run; 255 is none of them
     places_of[members] = torch.arange(len(members), dtype=torch.uint8)
-    return LinearWeights(*lists, weight.flatten(), places_of[owners.cpu().flatten().long()], inputs, outputs, 0)
+    return LinearWeights(*lists, weight.flatten(), places_of[owners.cpu().flatten().long()], inputs, outputs, 1)
 
 
 def _mine(owners: Tensor, members: list[int]) -> Tensor:

@@ -45,12 +45,14 @@ static int64_t most_kernels(const Convolution *c, int outputs) {
     return most;
 }
 
-/* Whether the products that it saves are worth the changes: each channel has several kernels, and each kernel several tiles. */
+/* Whether the products that it saves are worth the changes: each channel has several kernels, and each kernel several tiles. The answer
+   is the same for all members, some of which have a kernel more than others: bits must not depend on which of them run together. */
 static int winograd_pays(const Convolution *c) {
     const int usual = c->whole && c->kernel_height == 3 && c->kernel_width == 3 && c->stride_y == 1 && c->stride_x == 1;
     const int full = c->lanes == LANES || (LANES == 16 && c->lanes == 8);
     if (!usual || !full || c->output_height < TALL || c->output_width < WIDE || tiles_of(c).all < 2) return 0;
-    return most_kernels(c, c->outputs) >= 3 * ((int64_t)c->channels + c->outputs);
+    const int64_t all = (int64_t)c->channels * c->outputs, kernels = most_kernels(c, c->outputs);
+    return kernels && all >= 3 * ((int64_t)c->channels + c->outputs) * ((all + kernels / 2) / kernels);
 }
 
 /* Change kernels that follow one another; two floats beyond the last one are written, too. */

@@ -200,8 +200,7 @@ class Serve(Command):
             raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
         from plures.lab.runs.open import open_run
 
-        run = open_run(self.run, trust_code=self.trust_code)
-        serve(run, self.host, self.port, self.limits)
+        serve(open_run(self.run, trust_code=self.trust_code), self.host, self.port, self.limits)
         return 0
 
 

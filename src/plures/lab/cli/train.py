@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -73,7 +73,8 @@ class Train(Command):
             raise PluresError(f"{self.method} has no option members: leave out --members {self.settings.members}")
         recipe = self.settings
         run = self.run or Path("runs") / f"{self.recipe}-{short_name(self.method)}-seed{recipe.seed}"
-        found = train(recipe, self.method, run, settings=self.set, recipe_name=self.recipe, data_dir=self.data_dir)
+        words: dict[str, Any] = {"settings": self.set, "recipe_name": self.recipe, "given": self.given}
+        found = train(recipe, self.method, run, data_dir=self.data_dir, **words)
         terminal.show(terminal.scores_table(f"{self.method} on {recipe.data}", found))
         terminal.show(f"in {run}, trained in {duration(found['seconds'])}, {found['bytes']:,} bytes")
         return 0

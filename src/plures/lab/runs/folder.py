@@ -61,7 +61,7 @@ CONFIG = schema(
     environment=NotRequired[dict[str, Any] | None],
 )
 METRICS = schema(
-    **dict.fromkeys(("images", "members", "bytes"), Whole),
+    **{"images": Count, "members": Count, "bytes": Whole},
     **dict.fromkeys(("accuracy", "nll", "ece", "brier", "aurc", "mean_member_accuracy"), Number),
     **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
     member_accuracies=list[Number],

@@ -38,13 +38,14 @@ def train(
     settings: Sequence[str] = (),
     recipe_name: str | None = None,
     data_dir: Path | None = None,
+    given: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train or resume the run in a folder, and return its metrics.
 
         train(get_recipe("digits"), "deep-ensemble", Path("runs/digits"))["nll"]
 
     A run is measured once, after its last stage: one engine predicts the validation images, which calibrate the
-    ensemble, and the test images.
+    ensemble, and the test images. `given`: the settings that were asked for, to name those that change nothing.
     """
     method_options(method_class(method), settings)  # complain before data is decoded
     data = data_for(recipe, data_dir)
@@ -53,6 +54,9 @@ def train(
         network = with_weights(network, recipe.weights)
     folder = RunFolder(run)
     ensemble = ensemble_for(recipe, method, settings, network, begun=folder)
+    known = dict.fromkeys(f"epochs.{step.phase}" for step in ensemble.plan())
+    if idle := [name for name in given if name.startswith("epochs.") and name not in known]:
+        log.warning("--%s changes nothing: the epochs that count here are --%s", ", --".join(idle), ", --".join(known))
     made = Made(method, tuple(settings), recipe_name, _from_folder(recipe.data, run, data_dir))
     engines: list[Predictor] = []
     found: dict[str, Any] = {}

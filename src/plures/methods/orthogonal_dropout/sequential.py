@@ -26,8 +26,6 @@ from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors
 
 log = logging.getLogger("plures")
-
-
 PHASES = ("pretrain", "prune", "finetune", "train")
 COMPLETE = ("finetune", "train")  # after one of these a member can predict
 

@@ -156,7 +156,10 @@ class SideBySide(fx.Interpreter):
             own = map_aggregate((args, kwargs), cut)
             return functional_call(layer, self.subject.within(str(node.target), member), *own, tie_weights=False)
 
-        return tree_map(_joined, *map(alone, range(self.subject.members)))
+        def joined(first: Any, *others: Any) -> Any:
+            return torch.cat([first, *others]) if isinstance(first, Tensor) else first
+
+        return tree_map(joined, *(alone(member) for member in range(self.subject.members)))
 
     def _masked(self, node: fx.Node) -> tuple[Tensor, Tensor | None]:
         """Return the weight of each member, zero where it owns nothing, [members, ...], and its bias."""
@@ -217,8 +220,3 @@ class SideBySide(fx.Interpreter):
         """Run a node as it is, on what is taken from blocked values."""
         args, kwargs = map_aggregate((args, kwargs), lambda v: take(v) if isinstance(v, Blocked) else v)
         return getattr(self, node.op)(node.target, args, kwargs)
-
-
-def _joined(*results: Any) -> Any:
-    """Put the outputs of all members one after the other."""
-    return torch.cat(results) if isinstance(results[0], Tensor) else results[0]

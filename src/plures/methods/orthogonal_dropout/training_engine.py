@@ -1,8 +1,9 @@
 """Train without multiplying by zero: decide which batches members run side by side, and refuse all others."""
 
+import logging
 import random
 import threading
-from collections.abc import Iterator
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from plures.methods.orthogonal_dropout.together import Members
 from plures.methods.orthogonal_dropout.training_plan import Plan, can_norm
 from plures.native.library import load
 
+log = logging.getLogger("plures")
 OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -89,7 +91,7 @@ class _Prepared:
         self.run = SideBySide(self.plan).run
         self.compared = False  # with the network itself, on a batch
         self._modules = list(network.modules())
-        self._attributes = list(_plain_attributes(network))
+        self._attributes = _plain_attributes(network)
         marks = self.plan.subject.marks()
         self._versions, self._copies = [mark._version for mark in marks], [mark.clone() for mark in marks]
 
@@ -103,7 +105,7 @@ class _Prepared:
                 return False
             if any(one is not None and one.dtype != torch.float32 for one in layer._parameters.values()):
                 return False
-        return all(map(can_norm, self.plan.norms)) and self._attributes == list(_plain_attributes(self.network))
+        return all(map(can_norm, self.plan.norms)) and not _changed(self._attributes, self.network)
 
     def others_own(self) -> bool:
         """Return whether masks or owners have changed since the kernels were listed."""
@@ -118,7 +120,7 @@ def _prepared(network: nn.Module) -> _Prepared | None:
     float32 = all(one.dtype == torch.float32 for one in network.parameters())
     if any(map(has_hooks, network.modules())) or not float32:
         return None
-    before, drawn = list(_plain_attributes(network)), _random_states()
+    before, drawn = _plain_attributes(network), _random_states()
     try:
         with torch.random.fork_rng(devices=[]):
             prepared = _Prepared(network)
@@ -128,9 +130,8 @@ def _prepared(network: nn.Module) -> _Prepared | None:
     finally:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
-    if not same or before != list(_plain_attributes(network)):
-        return None  # what forward draws or changes, a trace would leave as it is
-    return prepared if prepared.plan.pays() else None
+    # What forward draws or changes, a trace would leave as it is.
+    return prepared if same and prepared.plan.pays() and not _changed(before, network) else None
 
 
 def _random_states() -> tuple[Any, Any, list[int]]:
@@ -139,11 +140,26 @@ def _random_states() -> tuple[Any, Any, list[int]]:
     return random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state().tolist()
 
 
-def _plain_attributes(network: nn.Module) -> Iterator[dict[str, Any]]:
+def _plain_attributes(network: nn.Module) -> dict[str, Any]:
     """Return what the user's own modules hold beside tensors and modules: a trace has taken it as it was."""
-    for module in (network.network if isinstance(network, Members) else network).modules():
-        if not is_of_torch(module):
-            yield {name: _plain(value) for name, value in vars(module).items() if name not in OF_MODULES}
+    found: dict[str, Any] = {}
+    for path, one in (network.network if isinstance(network, Members) else network).named_modules():
+        if not is_of_torch(one):
+            found |= {f"{path}.{name}": _plain(held) for name, held in vars(one).items() if name not in OF_MODULES}
+    return found
+
+
+def _changed(before: dict[str, Any], network: nn.Module) -> bool:
+    """Return whether what the modules hold has changed, and log what has."""
+    now = _plain_attributes(network)
+    if now != before:
+        _tell(next(name for name in now | before if now.get(name) != before.get(name)).lstrip("."))
+    return now != before
+
+
+@cache  # once, however many stages there are
+def _tell(name: str) -> None:
+    log.warning("the network trains without its faster engine, because its attribute %s changes in training", name)
 
 
 def _plain(value: Any) -> Any:

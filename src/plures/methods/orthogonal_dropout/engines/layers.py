@@ -5,12 +5,14 @@ Between layers the members lie one after the other along the batch axis, or `blo
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from plures.errors import PluresError
 from plures.graph import has_statistics, is_of_torch, is_plain_convolution
@@ -44,8 +46,8 @@ class Parts:
 
     def __init__(self, split: SplitNetwork, pairs: Mapping[str, str]) -> None:
         self.members = split.trained
-        self.owners, self._given = split.owners(), split.given()
-        self.roles = split.roles
+        self.owners, self.given = split.owners(), split.given()
+        self.roles, self.changes = split.roles, split.background is not None
         self._first = canonical(split.network)
         self._own = {name: tensor.detach() for name, tensor in own_tensors(split.network).items()}
         rows = [split.private.rows(member) for member in self.members]
@@ -100,7 +102,7 @@ class Parts:
             return self._private[index][first]
         if first not in self.owners:
             return self._own[first]
-        part = owned_part(self._own[first], self.owners[first], self.members[index], self._given.get(first))
+        part = owned_part(self._own[first], self.owners[first], self.members[index], self.given.get(first))
         return part * self._scales[index][name] if name in self._scales[index] else part
 
     def lists(self, weight: str, groups: int) -> Lists:
@@ -112,12 +114,14 @@ class Parts:
         owners = spread(self.owners[first], self._own[first])
         return kernel_lists(self._own[first], owners, self.members, torch.stack(scales) if scales else None, groups)
 
-    def linear_lists(self, weight: str) -> LinearWeights:
-        """Return what each member has of a linear layer."""
+    def linear_lists(self, weight: str, whole: bool = False) -> LinearWeights:
+        """Return what each member has of a linear layer: all of it, or what it owns of a split one."""
         first = self.first(weight)
-        if first in self._private[0]:
-            return linear_lists(self.stack(weight, torch.empty(0)), None, self.members)
-        return linear_lists(self._own[first], self.owners[first], self.members)
+        if whole or first in self._private[0]:
+            each = torch.stack([self.tensor(weight, index) for index in range(len(self.members))])
+            return linear_lists(each, None, self.members)
+        own, given = self._own[first], self.given.get(first)
+        return linear_lists(own if given is None else own - given, self.owners[first], self.members)
 
 
 class OwnedConvolution(OfMembers):
@@ -178,8 +182,8 @@ class LinearNames(NamedTuple):
 class OwnedLinear(OfMembers):
     """A chain of linear layers of all members; the members lie along the first axis, or all see the same rows."""
 
-    def __init__(self, parts: Parts, *layers: LinearNames) -> None:
-        found = [parts.linear_lists(layer.weight) for layer in layers]
+    def __init__(self, parts: Parts, *layers: LinearNames, whole: bool = False) -> None:
+        found = [parts.linear_lists(layer.weight, whole) for layer in layers]
         biases = [parts.stack(layer.bias, torch.zeros(layer.outputs)).float() for layer in layers]
         members = len(parts.members)
         starts, ids = torch.cat([one.starts for one in found], 1), torch.arange(members, dtype=torch.int32)
@@ -188,7 +192,7 @@ class OwnedLinear(OfMembers):
             self.register_buffer(name, torch.cat([getattr(one, name) for one in found]), persistent=False)
         self.sizes: list[int] = []
         for one, layer in zip(found, layers, strict=True):
-            self.sizes += (one.inputs, one.outputs, one.copies, len(one.places), layer.relu)
+            self.sizes += (one.inputs, one.outputs, one.each, len(one.places), layer.relu)
 
     @property
     def weight(self) -> Tensor:
@@ -204,12 +208,94 @@ class OwnedLinear(OfMembers):
         return result.view(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
 
 
-samples: ContextVar[int] = ContextVar("samples")  # in the batch of all members, while an untraced network runs
+# The members, and the rows of the batch that holds the samples once for each, while a network of replaced layers runs.
+running: ContextVar[tuple[int, int]] = ContextVar("running", default=(1, 1))
 
 
 def for_each_sample(x: Tensor) -> Tensor:
     """Spread what has one row for all samples of an untraced network, such as positions."""
-    return x.expand(samples.get(1), *x.shape[1:]) if x.dim() > 1 and len(x) == 1 else x
+    return x.expand(running.get()[1], *x.shape[1:]) if x.dim() > 1 and len(x) == 1 else x
+
+
+def spread_out(x: Any) -> Any:
+    """Repeat what has a row for each sample for each of the running members."""
+    count, rows = running.get()
+    if not isinstance(x, Tensor) or x.dim() == 0 or len(x) * count != rows:
+        return x
+    result = torch.cat([x] * count)
+    if not torch.compiler.is_compiling():
+        result.same_for_all = count, result._version  # type: ignore[attr-defined]
+    return result
+
+
+def of_one(x: Any) -> Any:
+    """Return what one of the running members has of what is the same for all; None if they differ."""
+    count, rows = running.get()
+    if count < 2 or not isinstance(x, Tensor) or x.dim() == 0 or len(x) != rows:
+        return x
+    if torch.compiler.is_compiling() or x.is_inference():  # there, tensors do not tell whether they were changed
+        return None
+    first, *others = x.tensor_split(count)
+    if getattr(x, "same_for_all", None) != (count, x._version):
+        if not all(torch.equal(first[:1], one[:1]) and torch.equal(first, one) for one in others):
+            return None
+        x.same_for_all = count, x._version  # type: ignore[attr-defined]
+    return first
+
+
+class RunsOnce:
+    """Stand for the `forward` of a layer with the same tensors in all members: if so are its inputs, it runs once."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.did = layer, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer returns for the batch of all members."""
+        forward, (count, rows) = partial(type(self.layer).forward, self.layer), running.get()
+        if count < 2:
+            return forward(*args, **kwargs)
+        given, spec = tree_flatten((args, kwargs))
+        ones = list(map(of_one, given))
+        batched = [(one, whole) for one, whole in zip(ones, given, strict=True) if one is not whole]
+        if not batched or any(one is None for one, _ in batched):
+            return forward(*args, **kwargs)
+        versions, before, self.did = [whole._version for _, whole in batched], running.set((1, rows // count)), True
+        try:
+            args, kwargs = tree_unflatten(ones, spec)
+            made = forward(*args, **kwargs)
+        finally:
+            running.reset(before)
+        for (one, whole), version in zip(batched, versions, strict=True):
+            if whole._version != version:  # it was changed in place, for the first member
+                whole.copy_(torch.cat([one] * count))
+        return tree_map(spread_out, made)
+
+
+class ChangedLinear(OfMembers):
+    """A linear layer of members that have changed some weights of a given one.
+
+    A batch that is the same for all is multiplied by the given weights once, and by what each member has changed.
+    """
+
+    def __init__(self, parts: Parts, names: LinearNames) -> None:
+        super().__init__(len(parts.members))
+        self.each = OwnedLinear(parts, names, whole=True)
+        given = parts.given.get(parts.first(names.weight))
+        self.register_buffer("given", given, persistent=False)
+        self.changes = None if given is None else OwnedLinear(parts, names)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor: networks ask a layer's weight for its dtype and device."""
+        return self.each.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [members * batch, ..., outputs]."""
+        one = None if self.changes is None else of_one(x)
+        if self.changes is None or one is None or one is x:
+            return cast(Tensor, self.each(x))
+        made = torch.unflatten(self.changes(one, shared=True), 0, (self.count, -1))
+        return (made + F.linear(one, self.get_buffer("given"))).flatten(0, 1)
 
 
 class MembersEmbedding(OfMembers):
@@ -239,8 +325,9 @@ class OwnedAttention(nn.Module):
         super().__init__()
         self.heads, self.batch_first = layer.num_heads, layer.batch_first
         width, out = layer.embed_dim, f"{name}.out_proj"
-        self.project = OwnedLinear(parts, LinearNames(f"{name}.in_proj_weight", f"{name}.in_proj_bias", 3 * width))
-        self.out = OwnedLinear(parts, LinearNames(f"{out}.weight", f"{out}.bias", width))
+        kind = ChangedLinear if parts.changes else OwnedLinear
+        self.project = kind(parts, LinearNames(f"{name}.in_proj_weight", f"{name}.in_proj_bias", 3 * width))
+        self.out = kind(parts, LinearNames(f"{out}.weight", f"{out}.bias", width))
 
     @staticmethod
     def fits(layer: nn.Module, parts: Parts, name: str) -> bool:

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from plures.calling import arguments, call, chunks, logits_of
 from plures.errors import PluresError
 from plures.graph import Graph, is_hooked, why_joined
 from plures.methods.orthogonal_dropout.engines.engine import Engine, MemberComparison, batched, size_of
 from plures.methods.orthogonal_dropout.engines.layers import OfMembers, OwnedLinear, Parts
-from plures.methods.orthogonal_dropout.engines.rewriting import AllMembers, Replacer, Rewriter
+from plures.methods.orthogonal_dropout.engines.rewriting import Replacer, Rewriter
 from plures.methods.orthogonal_dropout.engines.unfolded import Unfolded, foldable
 from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.native.library import load, why_unavailable
@@ -41,6 +42,9 @@ class Owned(Engine):
         if reason is not None:
             raise PluresError(reason)
         self.members = split.trained
+        self._size = sum(one.numel() for one in split.network.parameters())
+        self._untraced = graph is None
+        graph = graph if split.background is None else None
         pairs = foldable(split, graph) if fold else {}
         parts = Parts(split, pairs)
         replacer = Replacer(parts) if graph is None else Rewriter(graph, parts, pairs)
@@ -49,12 +53,13 @@ class Owned(Engine):
         except Exception as error:  # what torch.fx has traced, but no graph of all members can do
             raise PluresError(f'the owned engine cannot run this network ({error}): use engine("unfolded")') from error
         self.one_by_one = list(dict.fromkeys(replacer.one_by_one))
-        lanes = load().lanes
-        self.samples_at_once = max(1, AT_ONCE // len(self.members) // lanes) * lanes
+        lanes, maps = load().lanes, any(isinstance(one, _ConvNd) for one in split.network.modules())
+        each = len(self.members) if maps or split.background is None else 1
+        self.samples_at_once = max(1, AT_ONCE // each // lanes) * lanes
         if all(isinstance(layer, OwnedLinear | nn.Flatten | fx.GraphModule) for layer in self.network.modules()):
             self.samples_at_once = MANY  # a chain of linear layers takes few rows at a time by itself
         large = sum(tensor.numel() for tensor in own_tensors(split.network).values()) > LARGE
-        together = replacer.shares_weights or self.samples_at_once == MANY or not large
+        together = replacer.shares_weights or parts.changes or self.samples_at_once == MANY or not large
         self._rows_of_a_thread = MANY * len(self.members) if together else FEW
         self._of_some: dict[tuple[int, ...], nn.Module] = {}
         self._separate: Unfolded | None = None
@@ -64,8 +69,12 @@ class Owned(Engine):
 
     @property
     def about(self) -> str:
-        """What predicts, with the instructions of its kernels."""
-        return f"{self.kind} ({load().instructions})" if self._separate is None else self._separate.about
+        """What predicts, with the instructions of its kernels, and how much of it runs once for all members."""
+        if self._separate is not None:
+            return self._separate.about
+        ran = [layer for layer in self.network.modules() if getattr(layer.forward, "did", False)]
+        self._run_once = sum(one.numel() for one in {one for layer in ran for one in layer.parameters()}) / self._size
+        return super().about.replace(self.kind, f"{self.kind} ({load().instructions})")
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined."""
@@ -115,7 +124,7 @@ class Owned(Engine):
 
     def _why_wrong(self, batch: Any, expected: Tensor) -> str | None:
         comparison, reason = self._comparison, None
-        if comparison is not None and isinstance(self.network, AllMembers):
+        if comparison is not None and self._untraced:
             reason = why_joined(comparison.split.network, batch)
         return reason or super()._why_wrong(batch, expected)
 
@@ -141,8 +150,6 @@ class Owned(Engine):
 def why_impossible(split: SplitNetwork, graph: Graph | None) -> str | None:
     """Return why the native kernels cannot run a network, and what to do; None if they can."""
     instead = 'or use ensemble.engine("unfolded")'
-    if split.background is not None:
-        return f"the owned engine runs members that see zeros, and these see a given network: {instead[3:]}"
     if (unavailable := why_unavailable()) is not None:
         return unavailable
     for name, tensor in own_tensors(split.network).items():

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from plures.calling import Arguments, call, each_batched, rows_of
-from plures.errors import PluresError
 from plures.graph import Graph, has_statistics, is_of_torch
 from plures.methods.orthogonal_dropout.engines.engine import size_of
 from plures.methods.orthogonal_dropout.engines.layers import (
+    ChangedLinear,
     LinearNames,
     MembersEmbedding,
     MembersNorm,
@@ -22,8 +23,10 @@ from plures.methods.orthogonal_dropout.engines.layers import (
     OwnedConvolution,
     OwnedLinear,
     Parts,
+    RunsOnce,
     for_each_sample,
-    samples,
+    running,
+    spread_out,
 )
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
@@ -51,6 +54,10 @@ class Replacer:
 
     def whole(self, network: nn.Module) -> nn.Module:
         """Replace the layers of a network that torch.fx cannot trace, and return what runs all members."""
+        for name, layer in network.named_modules():
+            inside = self.parts.inside(f"{name}." if name else "")
+            if inside and not any(map(self.parts.differs, inside)) and "forward" not in vars(layer):
+                layer.forward = RunsOnce(layer)
         return AllMembers(len(self.parts.members), self.substitute("", network))
 
     def substitute(self, name: str, layer: nn.Module) -> nn.Module:
@@ -95,11 +102,12 @@ class Replacer:
             return OwnedAttention(cast(nn.MultiheadAttention, layer), parts, name)
         if MembersNorm.fits(layer):
             return MembersNorm(layer, parts, name)
-        embeds = type(layer) is nn.Embedding and is_of_torch(layer) and layer.max_norm is None
+        embeds = type(layer) is nn.Embedding and is_of_torch(layer) and layer.max_norm is None and not parts.changes
         if embeds and parts.role(f"{name}.weight") is Role.SPLIT:
             return MembersEmbedding(cast(nn.Embedding, layer), parts, name)
         if isinstance(layer, nn.Linear) and is_of_torch(layer) and parts.differs(f"{name}.weight"):
-            return OwnedLinear(parts, LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features))
+            kind = ChangedLinear if parts.changes else OwnedLinear
+            return kind(parts, LinearNames(f"{name}.weight", f"{name}.bias", layer.out_features))
         return None
 
 
@@ -324,12 +332,15 @@ class AllMembers(OfMembers):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the network returns, the members one after the other."""
-        given = each_batched(Arguments(args, kwargs), lambda one: one.repeat(self.count, *[1] * (one.dim() - 1)))
-        before = samples.set(size_of(given))
+        given = Arguments(args, kwargs)
+        if torch.is_inference_mode_enabled():  # there, tensors do not tell whether they were changed
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, **kwargs)
+        before = running.set((self.count, self.count * size_of(given)))
         try:
-            return call(self.network, given)
+            return call(self.network, each_batched(given, spread_out))
         finally:
-            samples.reset(before)
+            running.reset(before)
 
 
 class EachMember(OfMembers):
@@ -356,18 +367,8 @@ class EachMember(OfMembers):
         given = each_batched(Arguments(args, kwargs), for_each_sample)
         size = size_of(given) // self.count
         parts = [rows_of(given, slice(turn * size, (turn + 1) * size)) for turn in range(self.count)]
-        return joined(list(map(call, self.layers, parts)))
-
-
-def joined(results: list[Any]) -> Any:
-    """Join what members returned along the batch axis; tuples part by part."""
-    if isinstance(results[0], Tensor):
-        return torch.cat(results)
-    if type(results[0]) in (tuple, list):
-        return type(results[0])(joined(list(parts)) for parts in zip(*results, strict=True))
-    if not all(result is results[0] or result == results[0] for result in results):
-        raise PluresError(f"outputs of type {type(results[0]).__name__} cannot be joined over the members")
-    return results[0]
+        results = map(call, self.layers, parts)
+        return tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *results)
 
 
 class Apart:
