@@ -135,12 +135,12 @@ def test_a_failed_run_stops_no_other_and_tells_why(
     [
         (["compare", "digits", "--methods", "deep-ensembel"], "deep-ensemble"),
         (["compare", "digitz"], "digits"),
-        (["compare", "digits", "--seeds", "0"], "at least one"),
+        (["compare", "digits", "--seeds", "0"], "1 or more"),
         (["compare", "digits", "--methods", "mimo", "mimo"], "more than once"),
-        (["compare", "digits", "--jobs", "0"], "at least one"),
+        (["compare", "digits", "--jobs", "0"], "1 or more"),
         (["reproduce", "table4"], "table3"),
         (["reproduce", "table1", "--recipes", "cifar10"], "digits"),
-        (["reproduce", "table1", "--seeds", "0"], "at least one"),
+        (["reproduce", "table1", "--seeds", "0"], "1 or more"),
         (["compare", "digits", "--runs", "taken"], "taken"),
         (["report"], "no runs"),
         (["report", "other"], "contains no run"),
@@ -372,7 +372,7 @@ def test_all_tables_and_figures_are_written_and_costs_told_before(
         name: replace(TARGETS[name], recipes={"smoke": ("digits-smoke",)}, variants=(Variant("deterministic"),))
         for name in ("table1", "figure1")
     }
-    monkeypatch.setattr("plures.lab.paper.TARGETS", few)
+    monkeypatch.setattr("plures.lab.cli.compare.TARGETS", few)
     monkeypatch.setattr("plures.lab.compare.compare.Child", start_in_this_process)
     words = ["reproduce", "all", "--scale", "smoke", "--runs", runs, "--out", str(tmp_path / "out")]
     assert main(words) == 0

@@ -14,7 +14,7 @@ import plures
 from plures import PluresError, metrics
 from plures.ensemble import Ensemble
 from plures.lab.data import Data, DataInfo, DataSplit
-from plures.lab.evaluation.corruptions import CORRUPTIONS
+from plures.lab.evaluation.corruptions import KINDS, SEVERITIES
 from plures.lab.evaluation.evaluate import (
     engine_of,
     evaluate,
@@ -144,7 +144,9 @@ def test_shift_measures_what_each_corruption_does_and_the_same_each_time() -> No
     own, ensemble = data(count=20), Brightness([0.0, 0.2])
     rows = evaluate_shift(ensemble, own, fastest(ensemble), print)
     assert rows == evaluate_shift(ensemble, own, fastest(ensemble), print)
-    assert [(row["corruption"], row["severity"]) for row in rows] == [(one.name, one.severity) for one in CORRUPTIONS]
+    assert [(row["corruption"], row["severity"]) for row in rows] == [
+        (kind, severity) for kind in KINDS for severity in SEVERITIES
+    ]
     # These images are even, so that neither blur nor contrast can change them, but noise does.
     unspoiled = measured(ensemble, own)["nll"]
     noise = [row["nll"] for row in rows if row["corruption"] == "gaussian noise"]

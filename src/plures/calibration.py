@@ -132,8 +132,7 @@ class NumberCalibration:
         residual = (true - mean.cpu()).abs().double()
         spread = std.cpu().double()
         ratio = (residual / torch.where(spread > 0, spread, 1)).square().mean(dim=0).sqrt()
-        usable = bool((spread > 0).all())
-        scale = torch.where(ratio > 0, ratio, 1) if usable else torch.ones_like(ratio)
+        scale = torch.where(ratio > 0, ratio, 1) if bool((spread > 0).all()) else torch.ones_like(ratio)
         return cls(residual, spread, scale, members)
 
     def shapes(self) -> dict[str, list[int]]:

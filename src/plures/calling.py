@@ -171,8 +171,5 @@ class Lender(Generic[Structure]):
         """Forget all structures, for example because their tensors have moved to another device."""
         self._idle.clear()
 
-    def __deepcopy__(self, memo: object) -> Self:
-        return type(self)()
-
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()

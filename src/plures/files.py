@@ -55,9 +55,9 @@ def is_file(path: Path) -> bool:
         return path.is_file()
 
 
-def check_place(path: Path) -> None:
+def check_place(path: Path, advice: str = "") -> None:
     """Refuse a place where no file can be written, before minutes of work are lost; missing folders are made."""
-    with told("write", path):
+    with told("write", path, advice):
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(path.stat().st_mode):

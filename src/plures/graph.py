@@ -64,8 +64,7 @@ class Graph:
 
     def is_elementwise(self, node: fx.Node) -> bool:
         """Return whether a node works on each number apart, so that any layout of the images will do."""
-        of_function = _calls_function(node) and node.target in ELEMENTWISE
-        return of_function or self.is_layer(node, *ELEMENTWISE_LAYERS)
+        return self.is_layer(node, *ELEMENTWISE_LAYERS) or (_calls_function(node) and node.target in ELEMENTWISE)
 
     def does_nothing(self, node: fx.Node) -> bool:
         """Return whether a node returns what it is given, in eval mode."""
@@ -192,13 +191,8 @@ class _OfThisThread(fx.Tracer):
 _turn = threading.RLock()  # one trace at a time; a network may make an engine of another one while it is traced
 
 
-def _renew_turn() -> None:
-    global _turn
-    _turn = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_turn)  # the thread that held it is not in the child
+if hasattr(os, "register_at_fork"):  # the thread that held it is not in the child
+    os.register_at_fork(after_in_child=lambda: globals().update(_turn=threading.RLock()))
 
 
 def trace(network: nn.Module) -> fx.Graph:

@@ -72,7 +72,6 @@ def mean_and_variance(outputs: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
 
 NUMBERS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "gaussian_nll_loss", "poisson_nll_loss")
 NUMBER_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.GaussianNLLLoss, nn.PoissonNLLLoss)
-CLASS_LOSSES = (CrossEntropy, nn.CrossEntropyLoss)
 
 
 def is_for_numbers(loss: Loss) -> bool:
@@ -82,7 +81,7 @@ def is_for_numbers(loss: Loss) -> bool:
 
 def is_for_classes(loss: Loss) -> bool:
     """Return whether a loss is known to train classification."""
-    return loss is F.cross_entropy or isinstance(loss, CLASS_LOSSES)
+    return loss is F.cross_entropy or isinstance(loss, CrossEntropy | nn.CrossEntropyLoss)
 
 
 def averages_rows(loss: Loss) -> bool:

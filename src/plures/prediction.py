@@ -70,11 +70,8 @@ class Predictor(nn.Module):
             raise PluresError(f"this ensemble was trained with {name_of(self.loss)} and returns numbers: call regress")
         refuse_nan(inputs)
         with torch.no_grad():
-            if members is not None:
-                logits = self._logits(inputs, batch_size, self._places_of(members))
-                return Prediction.from_logits(logits, abstain_below)
-            logits = self._logits(inputs, batch_size)
-            found = self._calibration_of(ClassCalibration, len(logits)) if calibrated else None
+            logits = self._logits(inputs, batch_size, None if members is None else self._places_of(members))
+            found = self._calibration_of(ClassCalibration, len(logits)) if calibrated and members is None else None
             return Prediction.from_logits(logits, abstain_below, found)
 
     def regress(self, inputs: Any, *, batch_size: int | None = None, calibrated: bool = True) -> Regression:
@@ -109,15 +106,7 @@ class Predictor(nn.Module):
         `Regression.interval` need are kept. `plures.save` stores all of this. Use data that you neither train on nor
         report results on.
         """
-        if inputs is None:
-            self.calibration = None
-            return self
-        before, self.calibration = self.calibration, None
-        try:
-            self.calibration = self._fitted(_batches(inputs, targets), batch_size)
-        except PluresError:
-            self.calibration = before
-            raise
+        self.calibration = None if inputs is None else self._fitted(_batches(inputs, targets), batch_size)
         return self
 
     @property
@@ -188,7 +177,8 @@ class Predictor(nn.Module):
         numbers = not is_for_classes(self.loss)
         for inputs, targets in batches:
             numbers = is_for_numbers(self.loss) or (numbers and targets.is_floating_point())
-            answers.append(self.regress(inputs, batch_size=size) if numbers else self.predict(inputs, batch_size=size))
+            ask: Callable[..., Prediction | Regression] = self.regress if numbers else self.predict
+            answers.append(ask(inputs, batch_size=size, calibrated=False))
             truth.append(targets.detach().cpu())
             if len(answers[-1]) != len(targets):
                 raise PluresError(f"{len(answers[-1])} held-out samples have {len(targets)} targets: give one for each")

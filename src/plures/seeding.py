@@ -9,8 +9,6 @@ import torch
 from plures.checks import whole_number
 from plures.errors import PluresError
 
-LARGEST_SEED = 2**63 - 1
-
 
 def seed_of(*key: object) -> int:
     """Return the seed of a purpose, 63 bits.
@@ -23,7 +21,7 @@ def seed_of(*key: object) -> int:
 
 def check_seed(seed: object) -> int:
     """Refuse what is not a seed; return it as Python's own number, which JSON can hold."""
-    return whole_number("seed", seed, least=0, most=LARGEST_SEED)
+    return whole_number("seed", seed, least=0, most=2**63 - 1)
 
 
 def generator(seed: int, *key: object) -> torch.Generator:

@@ -186,9 +186,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _mlp(self, inputs: int, outputs: int) -> nn.Module:
         widths = [inputs, *self.hidden]
-        layers: list[nn.Module] = []
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+        layers = [layer for ends in pairwise(widths) for layer in (nn.Linear(*ends), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
     def _exact(self, X: Any) -> tuple[Ensemble, Tensor]:

@@ -181,8 +181,7 @@ def _onnx_run(contents: bytes) -> Run:
 
     def run(*tensors: Tensor) -> dict[str, Tensor]:
         given = {name: tensor.detach().cpu().numpy() for name, tensor in zip(inputs, tensors, strict=True)}
-        found = map(torch.from_numpy, session.run(outputs, given))
-        return dict(zip(outputs, found, strict=True))
+        return dict(zip(outputs, map(torch.from_numpy, session.run(outputs, given)), strict=True))
 
     return run
 

@@ -1,5 +1,6 @@
 """The cost of runs relative to one network: files and times, and the machine that measured them."""
 
+import copy
 import os
 import platform
 import re
@@ -132,13 +133,11 @@ def timed(actions: Sequence[Action], rounds: int, *, clock: Clock, shortest: flo
 
 def file_size(ensemble: Ensemble) -> int:
     """Return the bytes of the file that an ensemble is saved in, without its calibration."""
-    learned, ensemble.calibration = ensemble.calibration, None
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            save(ensemble, Path(folder) / "single")
-            return (Path(folder) / "single").stat().st_size
-    finally:
-        ensemble.calibration = learned
+    plain = copy.copy(ensemble)
+    plain.calibration = None
+    with tempfile.TemporaryDirectory() as folder:
+        save(plain, Path(folder) / "single")
+        return (Path(folder) / "single").stat().st_size
 
 
 def machine() -> dict[str, str | int]:

@@ -1,6 +1,5 @@
 """The paper's figures: the accuracy of each member, and scores against the number of members."""
 
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,9 +69,8 @@ def draw(
     paths = []
     for suffix, metadata in UNDATED.items():
         paths.append(stem.with_name(stem.name + suffix))
-        contents = io.BytesIO()
-        figure.savefig(contents, format=suffix[1:], metadata=metadata)
-        files.write(paths[-1], contents.getvalue())
+        with files.replacing(paths[-1]) as beside:
+            figure.savefig(beside, format=suffix[1:], metadata=metadata)
     return paths
 
 
@@ -131,8 +129,7 @@ def _explain(figure: Figure, columns: int, title: str | None = None) -> None:
     found = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     first = {label: handle for handle, label in reversed(found)}
     labels = list(dict.fromkeys(label for _, label in found))
-    handles = [first[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
+    figure.legend([first[label] for label in labels], labels, loc="outside lower center", ncols=columns, title=title)
 
 
 def _lines(comparison: Comparison, rows: Sequence[Row], data_dir: Path | None) -> list[Series]:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -144,12 +145,10 @@ LOOKS = {
 def looks_of(names: Iterable[str]) -> dict[str, Look]:
     """Return a look for every name, each different: a method has its own, any other name one that is left."""
     every = list(LOOKS.values())
-    found = {name: LOOKS.get(name) for name in names}
-    for place, name in enumerate([name for name, look in found.items() if look is None]):
-        # The colour of one method with the marker of another.
-        marker = every[(place + place // len(every) + 1) % len(every)].marker
-        found[name] = Look(every[place % len(every)].colour, marker)
-    return {name: look for name, look in found.items() if look is not None}
+    pairs = (pair for shift in count(1) for pair in zip(every, every[shift:] + every[:shift], strict=True))
+    # The colour of one method with the marker of another.
+    mixed = (Look(one.colour, other.marker) for one, other in pairs)
+    return {name: LOOKS.get(name) or next(mixed) for name in dict.fromkeys(names)}
 
 
 def place_of(name: str) -> tuple[int, str]:

@@ -9,12 +9,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from plures.checks import unknown, whole_number
+from plures.checks import one_of, unknown, whole_number
 from plures.errors import PluresError
 from plures.lab.method_names import imported, is_code
 
@@ -28,12 +28,11 @@ def stem_layers(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Mo
     "cifar" keeps small images at their size (3x3, no pooling); "imagenet" divides the sides by four (7x7 stride 2,
     then 3x3 maximum stride 2).
     """
+    one_of("stem", stem, get_args(Stem))
     if stem == "cifar":
         return nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.Identity()
-    if stem == "imagenet":
-        conv = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
-        return conv, nn.MaxPool2d(3, stride=2, padding=1)
-    raise PluresError(f"stem must be 'cifar' or 'imagenet', but is {stem!r}")
+    conv = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
+    return conv, nn.MaxPool2d(3, stride=2, padding=1)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -67,7 +66,10 @@ class ResidualBlock(nn.Module):
         if deep:
             self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
             self.bn3 = nn.BatchNorm2d(outputs)
-        self.downsample = _shortcut(inputs, outputs, stride)
+        self.downsample: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            project = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.downsample = nn.Sequential(project, nn.BatchNorm2d(outputs))
         self.relu = nn.ReLU()
         self.deep = deep
 
@@ -111,12 +113,6 @@ class ResNet(nn.Module):
         for stage in self.stages:
             out = self.get_submodule(stage)(out)
         return self.fc(self.avgpool(out).flatten(1))  # type: ignore[no-any-return]
-
-
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    if inputs == outputs and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 class PreActivationBlock(nn.Module):

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from plures.checks import unknown
-from plures.errors import PluresError
+from plures.checks import unknown, whole_number
 from plures.lab.compare import Comparison, Published, Variant
 from plures.lab.method_names import LOOKS
 from plures.lab.recipes import get_recipe
@@ -135,9 +134,7 @@ class Target:
         for name in only:
             if name not in self.recipes[scale]:
                 raise unknown(f"recipe of the scale {scale} here", name, self.recipes[scale])
-        if seeds is not None and seeds < 1:
-            raise PluresError(f"--seeds {seeds}: at least one is needed")
-        numbers = tuple(range(seeds or SEEDS[scale]))
+        numbers = tuple(range(whole_number("--seeds", SEEDS[scale] if seeds is None else seeds)))
         return [
             Comparison(name, recipe, self.variants, numbers, self.paper.get(paper_data(recipe.data), {}))
             for name in only or self.recipes[scale]

@@ -247,8 +247,7 @@ def replace(network: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Mod
         return others[network]
     for name, module in list(network.named_modules(remove_duplicate=False)):
         if module in others:
-            parent, _, attribute = name.rpartition(".")
-            setattr(network.get_submodule(parent), attribute, others[module])
+            network.set_submodule(name, others[module])
     return network
 
 

@@ -88,9 +88,8 @@ class DeepEnsemble(AnyOrder):
         drawn = [name for name in known if name not in self._shared] if self._init == "fresh" else []
         first = copy.deepcopy(network)
         # Shared tensors are one object in all copies: they are stored once, and moved once.
-        one_for_all = [tensor for name, tensor in tensors(first).items() if name in self._shared]
-        copies = [first]
-        copies += [copy.deepcopy(first, {id(tensor): tensor for tensor in one_for_all}) for _ in range(1, self.members)]
+        one_for_all = {id(tensor): tensor for name, tensor in tensors(first).items() if name in self._shared}
+        copies = [first, *(copy.deepcopy(first, dict(one_for_all)) for _ in range(1, self.members))]
         for member, start in enumerate(copies):
             restart(start, known, drawn, self.seed, "member", member)
         return copies
@@ -105,8 +104,7 @@ class DeepEnsemble(AnyOrder):
 
 def _shared(network: nn.Module, classifier: str) -> set[str]:
     one_of("classifier", classifier, get_args(Classifier))
-    names = tensors(network)
-    frozen = {name for name, t in names.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    frozen = {name for name, t in tensors(network).items() if isinstance(t, nn.Parameter) and not t.requires_grad}
     if classifier == "private":
         return frozen
     classifier_of_all = set(classifier_tensors(network))

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, Suppress, arg
 
-from plures.checks import unknown
-from plures.errors import PluresError, visible
+from plures.checks import unknown, whole_number
+from plures.errors import visible
 from plures.files import check_place
 from plures.lab.cli.shared import Command, DataDir, Given, Switch
-from plures.lab.recipes import Recipe
+from plures.lab.compare import Comparison, variants
+from plures.lab.paper import PAPER, TARGETS
+from plures.lab.recipes import RECIPES, Recipe
 
 if TYPE_CHECKING:  # --help answers without torch
-    from plures.lab.compare import Comparison
     from plures.lab.compare.rows import Row
 
 Runs = Annotated[Path, arg(metavar="FOLDER", help="The folder for all runs.")]
@@ -76,10 +77,7 @@ class Compare(Command):
 
     def __call__(self) -> int:
         """Train the missing runs, and show the table."""
-        from plures.lab.compare import Comparison, variants
-
-        if self.seeds < 1:
-            raise PluresError(f"--seeds {self.seeds}: at least one is needed")
+        whole_number("--seeds", self.seeds)
         seeds = tuple(range(self.settings.seed, self.settings.seed + self.seeds))
         members = self.settings.members if "members" in self.given else None
         comparison = Comparison(self.recipe, self.settings, variants(self.methods), seeds, members=members)
@@ -145,18 +143,15 @@ class Reproduce(Command):
 
     def __call__(self) -> int:
         """Train the missing runs, write the tables and draw the figures."""
-        from plures.lab.paper import TARGETS
-
         names = tuple(TARGETS) if self.target == "all" else (self.target,)
         if names[0] not in TARGETS:
             raise unknown("table or figure", self.target, [*TARGETS, "all"])
         asked = {name: TARGETS[name].comparisons(self.scale, self.seeds, self.recipes) for name in names}
         return self._plan(list(chain(*asked.values()))) if self.dry_run else self._make(asked)
 
-    def _plan(self, comparisons: "Sequence[Comparison]") -> int:
+    def _plan(self, comparisons: Sequence[Comparison]) -> int:
         from plures.lab import terminal
         from plures.lab.compare.compare import planned
-        from plures.lab.recipes import RECIPES
 
         lines = planned(comparisons, self.runs)
         about = dict.fromkeys(f"{comparison.name}: {RECIPES[comparison.name].about}" for comparison in comparisons)
@@ -168,9 +163,8 @@ class Reproduce(Command):
         terminal.show(terminal.table(title, headings, rows, words=["recipe", "method"]), *about)
         return 0
 
-    def _make(self, asked: "Mapping[str, Sequence[Comparison]]") -> int:
+    def _make(self, asked: Mapping[str, Sequence[Comparison]]) -> int:
         from plures.lab.compare.compare import compare, costs_before
-        from plures.lab.paper import PAPER, TARGETS
 
         for target in asked:
             check_place(self.out / f"{target}.md")

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from plures.checks import whole_number
 from plures.errors import PluresError, visible
+from plures.files import check_place
 from plures.lab.cli.shared import Command, DataDir, Json, RunPath, Switch, TrustCode, print_json
 from plures.lab.serving import Limits
 
@@ -153,7 +154,6 @@ class Export(Command):
 
     def __call__(self) -> int:
         """Export, and print the size of the file and its calibration."""
-        from plures.files import check_place
         from plures.lab.runs.open import open_run
 
         check_place(self.file)
@@ -200,8 +200,7 @@ class Serve(Command):
             raise PluresError(f"plures serve needs {error.name}: pip install 'plures[serve]'") from error
         from plures.lab.runs.open import open_run
 
-        run = open_run(self.run, trust_code=self.trust_code)
-        serve(run, self.host, self.port, self.limits)
+        serve(open_run(self.run, trust_code=self.trust_code), self.host, self.port, self.limits)
         return 0
 
 
@@ -230,16 +229,12 @@ class Report(Command):
 
     def __call__(self) -> int:
         """Write the page, and print its path."""
-        from plures.files import check_place
         from plures.lab.compare.rows import rows_of
         from plures.lab.report import write_report
 
         if not self.runs:
             raise PluresError("there are no runs to report on: give run folders, or folders that contain them")
-        try:
-            check_place(self.out)
-        except PluresError as error:
-            raise PluresError(f"{error}; give another file with --out") from error
+        check_place(self.out, "; give another file with --out")
         rows = rows_of(self.runs)
         command = shlex.join(["plures", "report", *map(str, self.runs)])
         write_report(rows, self.out, data_dir=self.data_dir, command=command, trust_code=self.trust_code)

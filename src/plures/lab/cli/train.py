@@ -8,7 +8,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from plures.errors import PluresError
 from plures.lab.cli.shared import Command, DataDir, Given
-from plures.lab.method_names import METHOD_NAMES, short_name
+from plures.lab.method_names import METHOD_NAMES, method_class, short_name, takes
 from plures.lab.recipes import RECIPES, Recipe
 
 
@@ -66,7 +66,6 @@ class Train(Command):
     def __call__(self) -> int:
         """Train, and show the result."""
         from plures.lab import terminal
-        from plures.lab.method_names import method_class, takes
         from plures.lab.training.train import train
         from plures.progress import duration
 

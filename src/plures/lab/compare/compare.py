@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from plures.checks import whole_number
 from plures.errors import PluresError, visible
 from plures.lab.compare import Comparison, Job, unique
 from plures.lab.compare.rows import Finished, Row, make_rows
@@ -90,8 +91,8 @@ def make_runs(jobs: Sequence[Job], at_once: int | None = None, data_dir: Path | 
 
     Without a number, one run is trained at a time for each GPU, or for each core without GPUs.
     """
-    if at_once is not None and at_once < 1:
-        raise PluresError(f"--jobs {at_once}: at least one is needed")
+    if at_once is not None:
+        whole_number("--jobs", at_once)
     for job in jobs:
         refuse_others(job)
     missing = [job for job in jobs if not is_done(job)]

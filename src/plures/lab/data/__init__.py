@@ -108,8 +108,7 @@ def open_data(
     folder = data_dir or os.environ.get("PLURES_DATA")
     contents = find_data(name, expanded(folder) if folder else None)
     stored_size, channels = (like.cache_size, like.channels) if like else (cache_size or size, None)
-    found = decoded_images(name, contents, cache_folder(), stored_size, channels)
-    content, classes, splits, pixels, labels = found
+    content, classes, splits, pixels, labels = decoded_images(name, contents, cache_folder(), stored_size, channels)
     stored, channels = pixels.shape[-2:]
     first, _ = splits.get("train", (0, 0))
     train, test, own = (np.arange(*splits.get(split, (0, 0))) for split in ("train", "test", "validation"))

@@ -125,8 +125,7 @@ def to_square(image: Image.Image, size: int) -> Image.Image:
     shorter = min(width, height)
     resized = max(size, round(width * size / shorter)), max(size, round(height * size / shorter))
     if resized[0] * resized[1] > MOST_PIXELS:  # very long: cut out the middle first, at the cost of the last bit
-        left, top = (width - shorter) / 2, (height - shorter) / 2
-        return image.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + shorter, top + shorter))
+        return ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
     return centre(image.resize(resized, Image.Resampling.BICUBIC), size)
 
 

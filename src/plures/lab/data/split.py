@@ -177,17 +177,15 @@ def batches(
     order = order[: count * batch_size]
     generator = torch.Generator().manual_seed(derived_seed("augmentation", seed, epoch, 0))
 
-    def generate() -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            labels = torch.from_numpy(split.labels[chosen]).to(device)
-            if augment is None:
-                yield split.info.normalise(torch.from_numpy(split.seen(chosen)).to(device)), labels
-            else:
-                pixels = torch.from_numpy(split.pixels[split.rows[chosen]]).to(device)
-                yield augment(split.info.normalise(pixels), split.info.size, generator), labels
+    def batch(start: int) -> tuple[Tensor, Tensor]:
+        chosen = order[start : start + batch_size]
+        labels = torch.from_numpy(split.labels[chosen]).to(device)
+        if augment is None:
+            return split.info.normalise(torch.from_numpy(split.seen(chosen)).to(device)), labels
+        pixels = torch.from_numpy(split.pixels[split.rows[chosen]]).to(device)
+        return augment(split.info.normalise(pixels), split.info.size, generator), labels
 
-    return generate()
+    return map(batch, range(0, len(order), batch_size))
 
 
 def steps(split: DataSplit, batch_size: int, *, drop_last: bool = False) -> int:

@@ -70,9 +70,7 @@ def defocus_blur(images: Tensor, disk: tuple[float, float], streams: Streams) ->
     reach = math.ceil(radius) + 1
     places = torch.arange(-reach, reach + 1, dtype=torch.float64)
     inside = (places[:, None] ** 2 + places**2 <= radius**2).double()
-    soft = torch.exp(-0.5 * (torch.arange(-1, 2, dtype=torch.float64) / softness).square())
-    soft /= soft.sum()
-    kernel = correlate((inside / inside.sum()).numpy(), torch.outer(soft, soft).numpy(), mode="constant")
+    kernel = gaussian_filter((inside / inside.sum()).numpy(), softness, mode="constant", radius=1)
     return torch.from_numpy(correlate(images.double().numpy(), kernel[None, :, :, None], mode="mirror"))
 
 
@@ -238,4 +236,3 @@ KINDS: dict[str, tuple[Callable[..., Tensor], tuple[object, ...]]] = {
     "pixelate": (pixelate, (0.95, 0.90, 0.85, 0.75, 0.65)),
     "jpeg": (jpeg, (80, 65, 58, 50, 40)),
 }
-CORRUPTIONS = [Corruption(name, severity) for name in KINDS for severity in SEVERITIES]

@@ -14,7 +14,7 @@ from plures.calibration import ClassCalibration
 from plures.ensemble import Ensemble
 from plures.errors import PluresError
 from plures.lab.data import Data, DataSplit
-from plures.lab.evaluation.corruptions import CORRUPTIONS, KINDS, SEVERITIES
+from plures.lab.evaluation.corruptions import KINDS, SEVERITIES, Corruption
 from plures.methods.orthogonal_dropout.engines.engine import Engine
 from plures.prediction import Predictor
 
@@ -79,13 +79,12 @@ def evaluate_shift(
     """
     test = evenly(data.test, SHIFT_IMAGES)
     rows: list[dict[str, Any]] = []
-    for corruption in CORRUPTIONS:
-        if corruption.severity == SEVERITIES[0]:
-            place = list(KINDS).index(corruption.name) + 1
-            tell(f"under shift, {place} of {len(KINDS)}: {corruption.name} on {len(test):,} images")
-        found = scores(*predictions(ensemble, test, spoil=corruption, predictor=predictor))
-        figures = {name: found[name] for name in ("images", "accuracy", "nll", "ece")}
-        rows.append({"corruption": corruption.name, "severity": corruption.severity} | figures)
+    for place, kind in enumerate(KINDS, 1):
+        tell(f"under shift, {place} of {len(KINDS)}: {kind} on {len(test):,} images")
+        for severity in SEVERITIES:
+            found = scores(*predictions(ensemble, test, spoil=Corruption(kind, severity), predictor=predictor))
+            figures = {name: found[name] for name in ("images", "accuracy", "nll", "ece")}
+            rows.append({"corruption": kind, "severity": severity} | figures)
     return rows
 
 

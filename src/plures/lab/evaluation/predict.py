@@ -70,8 +70,7 @@ def predict_files(
             if not is_folder:
                 waiting.append((path, read_image(path, run.info)))
             elif not found:
-                accepted = ", ".join(sorted(EXTENSIONS))
-                raise PluresError(f"the folder {path} contains no images ({accepted})")
+                raise PluresError(f"the folder {path} contains no images ({', '.join(sorted(EXTENSIONS))})")
         except PluresError as error:
             yield Failure(visible(str(path)), str(error))
         if len(waiting) == BATCH or (waiting and not files):

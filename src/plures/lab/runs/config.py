@@ -1,12 +1,12 @@
 """The configuration of a run as JSON: enough to detect another configuration and to repeat this one."""
 
-import importlib.metadata
 import inspect
 import json
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,7 @@ def describe(
 
 def environment() -> dict[str, str]:
     """Return the versions that a run depends on."""
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    return {"plures": __version__, "python": platform.python_version(), **versions}
+    return {"plures": __version__, "python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def made_of(config: Mapping[str, Any], *, exact: bool = False) -> Made:

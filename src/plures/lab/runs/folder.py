@@ -47,7 +47,6 @@ def schema(**fields: Any) -> Any:
     return make("object", fields)
 
 
-SCORES = {"accuracy": Number, "nll": Number, "ece": Number}
 RECORD = schema(  # one line of log.jsonl
     **{"stage": str, "phase": str, "member": Whole | None, "epoch": Count, "epochs": Count},
     **{"loss": Number, "seconds": Number, "validation_accuracy": Share | None},
@@ -62,9 +61,8 @@ CONFIG = schema(
     environment=NotRequired[dict[str, Any] | None],
 )
 METRICS = schema(
-    **SCORES,
     **{"images": Count, "members": Count, "bytes": Whole},
-    **dict.fromkeys(("brier", "aurc", "mean_member_accuracy"), Number),
+    **dict.fromkeys(("accuracy", "nll", "ece", "brier", "aurc", "mean_member_accuracy"), Number),
     **dict.fromkeys(("seconds", "agreement", "temperature", "calibrated_nll", "calibrated_ece"), MaybeNumber),
     member_accuracies=list[Number],
 )
@@ -129,17 +127,15 @@ class RunFolder:
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[None]:
         """Lock the folder; if another process has locked it, `wait` or raise an error."""
-        try:
+        with files.told("write in the run folder", self.path, "; choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
-            lock.acquire(blocking=wait)
-        except Timeout:
-            raise PluresError(
-                f"another process is working in the run folder {self.path}: wait for it, or choose another folder"
-            ) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise PluresError(f"cannot write in the run folder {self.path}: {reason}; choose another folder") from error
+            try:
+                lock.acquire(blocking=wait)
+            except Timeout:
+                raise PluresError(
+                    f"another process is working in the run folder {self.path}: wait for it, or choose another folder"
+                ) from None
         try:
             for leftover in self.path.glob(".*.part"):  # of a process that was killed while it wrote
                 leftover.unlink()
@@ -149,19 +145,20 @@ class RunFolder:
 
     def begin(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run, or make sure that the folder's run is the same; return the configuration that holds."""
-        if not self._config.is_file():
-            if self.ensemble.exists() or self.partial.exists():
-                raise PluresError(f"{self.path} has an ensemble but no config.json: choose another run folder")
-            return self._write_config(config)
-        before = self.config()
-        if differing := differences(before, config):
-            if not self.state.exists() and not self.finished:  # no epoch was finished: there is nothing to lose
-                self.partial.unlink(missing_ok=True)
-                return self._write_config(config)
-            raise other_settings(self.path, differing, "choose another run folder, or the old settings")
-        if (changed := new_environment(before, config)) and not self.finished:
-            log.warning("the run resumes in another environment, and its bits may differ: %s", "; ".join(changed))
-        return before
+        if self._config.is_file():
+            before = self.config()
+            if not (differing := differences(before, config)):
+                if (changed := new_environment(before, config)) and not self.finished:
+                    warning = "the run resumes in another environment, and its bits may differ: %s"
+                    log.warning(warning, "; ".join(changed))
+                return before
+            if self.state.exists() or self.finished:
+                raise other_settings(self.path, differing, "choose another run folder, or the old settings")
+            self.partial.unlink(missing_ok=True)  # no epoch was finished: there is nothing to lose
+        elif self.ensemble.exists() or self.partial.exists():
+            raise PluresError(f"{self.path} has an ensemble but no config.json: choose another run folder")
+        files.write_json(self._config, config)
+        return dict(config)
 
     def read_state(self) -> bytes | None:
         """Read the state of the open stage, if there is one."""
@@ -191,11 +188,7 @@ class RunFolder:
         """Remove the files that only an unfinished run needs."""
         for path in (self.partial, self.state):
             with contextlib.suppress(OSError):  # they do no harm
-                path.unlink()
-
-    def _write_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        files.write_json(self._config, config)
-        return dict(config)
+                path.unlink(missing_ok=True)
 
 
 def other_settings(path: Path, differing: Sequence[str], advice: str) -> PluresError:

@@ -28,15 +28,8 @@ from plures.storage import check_size, load
 
 def data_for(recipe: Recipe, data_dir: Path | None) -> Data:
     """Open the data of a recipe."""
-    return open_data(
-        recipe.data,
-        data_dir=data_dir,
-        seed=recipe.seed,
-        validation=recipe.validation,
-        size=recipe.size,
-        cache_size=recipe.cache_size,
-        limit=recipe.limit,
-    )
+    settings = {name: getattr(recipe, name) for name in ("seed", "validation", "size", "cache_size", "limit")}
+    return open_data(recipe.data, data_dir=data_dir, **settings)
 
 
 def network_for(recipe: Recipe, classes: int, channels: int, size: int) -> nn.Module:

@@ -168,8 +168,8 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
         uploads, wanted = await read_request(request, limits)
         check_calibrated(run, wanted)
         loop = asyncio.get_running_loop()
-        jobs = [loop.run_in_executor(decoders, prepare, upload, run.info) for upload in uploads]
-        outcomes = [(upload.name, one) for upload, one in zip(uploads, await asyncio.gather(*jobs), strict=True)]
+        jobs = [loop.run_in_executor(decoders, prepare, *upload, run.info) for upload in uploads]
+        outcomes = [(name, one) for (name, _), one in zip(uploads, await asyncio.gather(*jobs), strict=True)]
         errors = [(name, one) for name, one in outcomes if isinstance(one, PluresError)]
         good = [(name, one) for name, one in outcomes if not isinstance(one, PluresError)]
         answers: list[dict[str, Any]] = []
@@ -194,8 +194,7 @@ def make_app(run: Run, limits: Limits) -> FastAPI:
     @app.get("/metrics", response_class=Response)
     async def show_metrics() -> Response:
         """Return metrics for Prometheus."""
-        text = prometheus.generate_latest(registry)
-        return Response(text, media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(prometheus.generate_latest(registry), media_type=prometheus.CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,14 +43,10 @@ DESCRIPTION = {
 }
 
 
-class Upload(NamedTuple):
-    """An encoded image of a request, with the name that the client gave it."""
-
-    name: str
-    encoded: bytes
+Uploads = list[tuple[str, bytes]]  # encoded images, with the names that the client gave them
 
 
-async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], Wanted]:
+async def read_request(request: Request, limits: Limits) -> tuple[Uploads, Wanted]:
     """Return the images and options of a request."""
     body = await _body(request, limits)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -69,10 +65,10 @@ async def read_request(request: Request, limits: Limits) -> tuple[list[Upload], 
         raise Refused(422, f"the options are wrong: {visible(str(error)[:200])}; {HOW}") from error
 
 
-def prepare(upload: Upload, info: DataInfo) -> npt.NDArray[np.uint8] | PluresError:
+def prepare(name: str, encoded: bytes, info: DataInfo) -> npt.NDArray[np.uint8] | PluresError:
     """Decode an image and prepare it like the images of a data set, or return the reason why not."""
     try:
-        return fitted(decode(open_image(upload.encoded, upload.name), info.channels, upload.name), info)
+        return fitted(decode(open_image(encoded, name), info.channels, name), info)
     except PluresError as error:
         return error
 
@@ -81,20 +77,19 @@ async def _body(request: Request, limits: Limits) -> bytes:
     too_long = Refused(413, f"this request has more than {limits.max_bytes:,} bytes: send fewer or smaller images")
     if int(request.headers.get("content-length", "0")) > limits.max_bytes:  # uvicorn has checked that it is a number
         raise too_long
-    parts, length = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(limits.read):
             async for part in request.stream():
-                length += len(part)
-                if length > limits.max_bytes:
+                body += part
+                if len(body) > limits.max_bytes:
                     raise too_long
-                parts.append(part)
     except TimeoutError:
         raise Refused(408, f"the request was not complete after {limits.read:g} seconds") from None
-    return b"".join(parts)
+    return bytes(body)
 
 
-async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[list[Upload], dict[str, Any]]:
+async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[Uploads, dict[str, Any]]:
     async def stream() -> AsyncIterator[bytes]:
         yield body
 
@@ -114,7 +109,7 @@ async def _from_form(request: Request, body: bytes, limits: Limits) -> tuple[lis
     try:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
-                uploads.append(Upload(visible((value.filename or "image")[:200]), await value.read()))
+                uploads.append((visible((value.filename or "image")[:200]), await value.read()))
             else:
                 fields[name] = value
     finally:

@@ -111,10 +111,9 @@ def _train_stage(loop: RecipeLoop, committed: list[str], folder: RunFolder, disp
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
     """Leave the caller's random generators as they were, and let the same numbers give the same bits on a GPU, too."""
-    with_generator = device.type not in ("cpu", "mps")
-    kind = {"device_type": device.type} if with_generator else {}
+    devices = [device] if device.type not in ("cpu", "mps") else []
     with (
-        torch.random.fork_rng(devices=[device] if with_generator else [], **kind),
+        torch.random.fork_rng(devices=devices, device_type=device.type),
         torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True),
     ):
         yield

@@ -80,11 +80,9 @@ def resolve(precision: str, device: torch.device) -> str:
         raise PluresError("precision='fp16' needs a GPU: use auto, bf16 or no on a CPU")
     if precision != "auto":
         return precision
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    if device.type == "cpu":
-        return "bf16" if torch.cpu._is_amx_tile_supported() else "no"
-    return "no"
+    gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    cpu = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+    return "bf16" if gpu or cpu else "no"
 
 
 def make_optimizer(stage: Stage, recipe: Recipe) -> torch.optim.Optimizer:

@@ -1,11 +1,12 @@
 """One member in a stage of its own, as the training engine sees it: `Members` tells the same of all of them."""
 
+from operator import attrgetter
 from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from plures.methods.orthogonal_dropout.masks import Keep, mask_of
+from plures.methods.orthogonal_dropout.masks import Keep
 
 
 class Alone:
@@ -23,8 +24,7 @@ class Alone:
 
     def rows(self, name: str) -> Tensor:
         """Return a tensor that is not split, [members, ...]."""
-        path, _, attribute = name.rpartition(".")
-        return cast(Tensor, getattr(self.network.get_submodule(path), attribute))[None]
+        return cast(Tensor, attrgetter(name)(self.network))[None]
 
     def kernels(self, name: str) -> Tensor | None:
         """Return the kernels of a split weight that each member has, [members, outputs, inputs]; None if only parts."""
@@ -32,9 +32,8 @@ class Alone:
         layer = self.network.get_submodule(path)
         if not parametrize.is_parametrized(layer, attribute):
             return None
-        chain = cast(nn.ModuleDict, layer.parametrizations)[attribute]
-        mask = mask_of(self.network, name)
-        if not isinstance(mask, Keep) or len(cast(nn.ModuleList, chain)) > 1 or mask.mask[0, 0].numel() > 1:
+        mask, *others = cast(nn.ModuleList, cast(nn.ModuleDict, layer.parametrizations)[attribute])
+        if not isinstance(mask, Keep) or others or mask.mask[0, 0].numel() > 1:
             return None
         return mask.mask.flatten(1)[None] != 0
 

@@ -189,8 +189,7 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
     for place, first in at.items():
         if first in masks:
             path, _, attribute = place.rpartition(".")
-            layer = network.get_submodule(path)
-            parametrize.register_parametrization(layer, attribute, masks[first], unsafe=True)
+            parametrize.register_parametrization(network.get_submodule(path), attribute, masks[first], unsafe=True)
     for layer in network.modules():
         if any(map(_is_mask, _chains(layer).values())):
             kind = type(layer).__mro__[1], tuple(_chains(layer))

@@ -92,9 +92,7 @@ class Partition(nn.Module):
 
     def claimed(self) -> set[int]:
         """List the members that own their share."""
-        if not self._buffer_names:
-            return set()
-        smallest = min(self.owners().values(), key=Tensor.numel)
+        smallest = min(self.owners().values(), key=Tensor.numel, default=torch.empty(0))
         return {member for member in range(self.members) if bool((smallest == member).any())}
 
     def claim(self, member: int, chosen: Mapping[str, Tensor]) -> None:
@@ -111,9 +109,8 @@ class Partition(nn.Module):
                 raise PluresError(
                     f"member {member} chose {int(mask.sum())} of {name!r}; its share is {self.budget(name, member)}"
                 )
-        for name, mask in chosen.items():
-            owners = self.get_buffer(self._buffer_names[name])
-            owners.masked_fill_(mask.to(owners.device), member)
+        for name, owners in self.owners().items():
+            owners.masked_fill_(chosen[name].to(owners.device), member)
 
     def check(self, owners: Mapping[str, Tensor]) -> None:
         """Refuse owners that are not a partition: every member must have its full share or nothing."""

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from plures.checks import nearest, one_of
@@ -64,12 +64,8 @@ def roles(network: nn.Module, last: str | None = None, *, embeddings: str | None
         for path, module in modules.items()
         for attribute in _splittable_attributes(module)
     }
-    total = sum(tensor.numel() for tensor in own_tensors(network).values())
+    most = max(SMALL_COUNT, SMALL_SHARE * sum(tensor.numel() for tensor in own_tensors(network).values()))
     adapts = has_adapters(network)
-
-    def small(tensor: Tensor) -> bool:
-        return tensor.numel() <= max(SMALL_COUNT, SMALL_SHARE * total)
-
     result: dict[str, Role] = {}
     for name, tensor in names.items():
         aliases = [other for other, candidate in names.items() if candidate is tensor]
@@ -83,7 +79,7 @@ def roles(network: nn.Module, last: str | None = None, *, embeddings: str | None
             result[name] = Role.PRIVATE
         else:
             optional = embeds or id(tensor) in of_classifier
-            result[name] = Role.PRIVATE if optional and small(tensor) else Role.SPLIT
+            result[name] = Role.PRIVATE if optional and tensor.numel() <= most else Role.SPLIT
     if not any(name in splittable for name in result):
         raise PluresError(
             f"{type(network).__name__} has nothing to split: no weight of a linear, convolution, attention or "

@@ -122,8 +122,7 @@ class SideBySide(fx.Interpreter):
     def _linear(self, first: fx.Node, given: Any) -> Tensor:
         """Run a chain of linear layers of all members, over the weights that each has."""
         x: Tensor = given.plain() if isinstance(given, Blocked) else given
-        chain = self.plan.chains[first]
-        layers = [LinearLayer(*self._held(node), kernels, relu) for node, kernels, relu in chain]
+        layers = [LinearLayer(*self._held(node), kernels, relu) for node, kernels, relu in self.plan.chains[first]]
         result = linear(self._rows(first, x), *layers, memory=self.memory)
         return result.view(-1, *x.shape[1:-1], result.shape[-1])
 

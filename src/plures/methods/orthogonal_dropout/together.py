@@ -5,6 +5,7 @@ No two members share a weight, so each weight gets the gradient that it would ge
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -78,21 +79,15 @@ class Members(nn.Module):
         stack = self.private.stack(self._places[name])
         if stack is not None:
             return stack
-        shared = self._at(name)
+        shared: Tensor = attrgetter(name)(self.network)
         return shared.expand(self.members, *shared.shape)
-
-    def _at(self, place: str) -> Tensor:
-        path, _, attribute = place.rpartition(".")
-        found: Tensor = getattr(self.network.get_submodule(path), attribute)
-        return found
 
     def kernels(self, name: str) -> Tensor | None:
         """Return the kernels of a split weight that each member has, [members, outputs, inputs]; None if only parts."""
         first = self._places[name]
         if first not in self._names:
             return None
-        weight = self.split(first)
-        owners = spread(self.get_buffer(self._names[first]), weight)
+        owners = spread(self.get_buffer(self._names[first]), self.split(first))
         if owners.dim() < 2 or owners[0, 0].numel() > 1:
             return None
         each = torch.arange(self.members, dtype=owners.dtype, device=owners.device)
@@ -127,7 +122,7 @@ class Members(nn.Module):
             lambda trunk: trunk.trained(
                 inputs, [partial(self._ready, trunk.networks[0], member) for member in range(self.members)]
             ),
-            list(map(self._at, self._shared)),
+            [attrgetter(place)(self.network) for place in self._shared],
         )
 
     def _ready(self, network: nn.Module, member: int) -> Run:
