@@ -125,15 +125,15 @@ def _linear(
     if (layers := recall(held, *sizes)) is None:
         layers = _layers(held, sizes)
         remember(layers, held, *sizes)
-    members, outputs = len(ids), sizes[-4]
+    members, outputs = ids.shape[0], sizes[-4]
     refuse_gradients(x, weights, bias)
     x = floats("activations", x, None, None, sizes[0])
-    rows = x.shape[1]
-    if len(x) not in (1, members) or rows >= MOST:
+    own, rows, _ = x.shape
+    if own not in (1, members) or rows >= MOST:
         raise PluresError(f"activations {tuple(x.shape)} do not fit {members} members")
     output = x.new_empty(members, rows, outputs)
     if rows:
-        library, stride = load(), 0 if len(x) == 1 else x.stride(0)
+        library, stride = load(), 0 if own == 1 else x.stride(0)
         given = (x.data_ptr(), output.data_ptr(), None, None, ctypes.addressof(layers), ids.data_ptr(), stride)
         library.run("plures_rows", library.kernels, Rows(*given, members, rows, len(layers), 0))
     return output

@@ -224,19 +224,21 @@ static void row_sums(const Layer *layer, const float *x, float *y) {
     }
 }
 
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias)); /* a block of outputs, whatever LANES is */
-
+/* The sums of a single row: four chains of blocks of eight outputs, whatever LANES is, or each product would wait for the one before. */
 static void row_blocks(const Layer *layer, const float *x, float *y) {
     const Lists *l = layer->lists;
     const int groups = up(l->inputs, l->group), lists = up(l->outputs, 8);
     for (int list = 0; list < lists; list++) {
-        eight sums[2] = {{0}, {0}};
+        eight sums[4] = {{0}, {0}, {0}, {0}};
         for (int group = 0; group < groups; group++) {
             const int32_t *starts = layer->starts + group * lists + list;
             const float *weight = layer->weight + (int64_t)starts[0] * 8, *from = x + group * l->group;
-            for (int k = starts[0]; k < starts[1]; k++, weight += 8) sums[k % 2] += *(const eight *)weight * (from[l->places[k]] - (eight){0});
+            int k = starts[0];
+            for (; k + 4 <= starts[1]; k += 4, weight += 32)
+                UNROLL for (int i = 0; i < 4; i++) sums[i] += ((const eight *)weight)[i] * (from[l->places[k + i]] - (eight){0});
+            for (; k < starts[1]; k++, weight += 8) sums[0] += *(const eight *)weight * (from[l->places[k]] - (eight){0});
         }
-        sums[0] += sums[1];
+        sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         for (int i = 0; i < 8 && list * 8 + i < l->outputs; i++) {
             const float sum = sums[0][i] + (layer->bias ? layer->bias[list * 8 + i] : 0);
             y[list * 8 + i] = layer->relu && sum < 0 ? 0 : sum;

@@ -205,7 +205,7 @@ class OwnedLinear(OfMembers):
         rows = x.reshape(1 if shared else members, -1, self.sizes[0])
         names = ("starts", "places", "weights", "owners", "bias", "ids")
         result: Tensor = operators.linear_of(x)(rows, *map(held.__getitem__, names), self.sizes)
-        return result.view(len(x) * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
+        return result.view(x.shape[0] * (members if shared else 1), *x.shape[1:-1], result.shape[-1])
 
 
 # The members, and the rows of the batch that holds the samples once for each, while a network of replaced layers runs.

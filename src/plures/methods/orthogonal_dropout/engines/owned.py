@@ -78,7 +78,7 @@ class Owned(Engine):
 
     def of_members(self, indices: list[int], batches: list[Any]) -> Tensor:
         """Return the logits of some members for several batches, joined."""
-        network, results, few = self.network, list[Tensor](), self._rows_of_a_thread * torch.get_num_threads()
+        network, results = self.network, []
         run = self._network_of(network, tuple(indices)).forward
         separate = self._separate  # looked at after the network, which another thread may have put away meanwhile
         if separate is not None:
@@ -87,8 +87,8 @@ class Owned(Engine):
             for batch in batches:
                 args, kwargs = arguments(batch)
                 simple = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-                fits = simple and args[0].dim() > 0 and len(args[0]) <= self.samples_at_once
-                if fits and len(args[0]) * len(indices) <= few:
+                size = args[0].shape[0] if simple and args[0].dim() > 0 else MANY * MANY  # len() takes a microsecond
+                if size <= self.samples_at_once and size * len(indices) <= self._rows_of_a_thread:
                     results.append(logits_of(run(*args)))
                     continue
                 if self._comparison is None and batched(batch) not in self._batched:
@@ -96,14 +96,14 @@ class Owned(Engine):
                         f"another argument is as long as the batch, {size_of(batch)}, which it was not before: use "
                         'ensemble.engine("unfolded"), or a batch of another size'
                     )
-                parts = chunks(batch, self.samples_at_once)
-                results += [self._run(network, indices, part, few // max(1, size_of(part))) for part in parts]
+                results += [self._run(network, indices, part) for part in chunks(batch, self.samples_at_once)]
         count = len(indices)
-        results = [result.reshape(count, len(result) // count, *result.shape[1:]) for result in results]
+        results = [result.reshape(count, result.shape[0] // count, *result.shape[1:]) for result in results]
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
-    def _run(self, network: nn.Module, indices: list[int], batch: Any, at_once: int) -> Tensor:
-        """Return the logits of some members, one after the other along the batch; so many run at once."""
+    def _run(self, network: nn.Module, indices: list[int], batch: Any) -> Tensor:
+        """Return the logits of some members, one after the other along the batch."""
+        at_once = self._rows_of_a_thread * torch.get_num_threads() // max(1, size_of(batch))
         step = len(indices) if torch.compiler.is_compiling() else max(1, at_once)
         groups = (tuple(indices[first : first + step]) for first in range(0, len(indices), step))
         found = [logits_of(call(self._network_of(network, group), batch)) for group in groups]
