@@ -453,18 +453,16 @@ def further_of(name: str, found: Mapping[str, Any], seeds: int) -> list[str]:
     kept = {
         method: [found.get(f"{method}, seed {seed}, further samples") for seed in range(seeds)] for method in METHODS
     }
-    kept = {method: runs for method, runs in kept.items() if all(runs)}
-    if not kept:
+    there = {method: [run for run in runs if run] for method, runs in kept.items() if any(runs)}
+    if not there:
         return []
-    lines = [f"| | {' | '.join(FURTHER)} |", f"|---|{'---:|' * len(FURTHER)}"]
-    for method, runs in kept.items():
+    lines = [f"| | seeds | {' | '.join(FURTHER)} |", f"|---|---:|{'---:|' * len(FURTHER)}"]
+    for method, runs in there.items():
         cells = [mean_of(figure, [run[figure] for run in runs]) for figure in FURTHER]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    samples = next(iter(kept.values()))[0]["samples"]
-    return [
-        f"{name}: {samples} further samples of the training split, on which nothing was trained or chosen",
-        "\n".join(lines),
-    ]
+        lines.append(f"| {method} | {len(runs)} | {' | '.join(cells)} |")
+    samples = next(iter(there.values()))[0]["samples"]
+    told = f"{name}: {samples} further samples of the training split, on which nothing was trained or chosen"
+    return [told, "\n".join(lines)]
 
 
 def mean_of(figure: str, values: list[float]) -> str:
