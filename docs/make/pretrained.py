@@ -215,7 +215,7 @@ class Bench:
     def measure_further(self, method: str, seed: int) -> None:
         """Train as for the table, and measure on many samples that nothing was trained, chosen or tested on."""
         rate = self.kept(f"{method}, seed {seed}", self._test)["rate"]
-        self.kept(f"{method}, seed {seed}, further samples", self._further, method, rate, seed)
+        self.kept(f"further samples: {method}, seed {seed}", self._further, method, rate, seed)
 
     def _further(self, method: str, rate: float, seed: int) -> dict[str, Any]:
         ensemble, _ = self.trained(method, rate, self.train, seed)
@@ -451,7 +451,7 @@ def page(found: Mapping[str, Any], seeds: int) -> str:
 def further_of(name: str, found: Mapping[str, Any], seeds: int) -> list[str]:
     """Write the figures on further samples, if there are any."""
     kept = {
-        method: [found.get(f"{method}, seed {seed}, further samples") for seed in range(seeds)] for method in METHODS
+        method: [found.get(f"further samples: {method}, seed {seed}") for seed in range(seeds)] for method in METHODS
     }
     there = {method: [run for run in runs if run] for method, runs in kept.items() if any(runs)}
     if not there:
