@@ -232,6 +232,11 @@ def test_many_rows_are_folded_and_stay_light(details: list[Detail], runs: Path) 
     assert len(page) < 1_000_000
 
 
+def test_half_a_character_in_a_run_folder_is_shown_as_an_escape(runs: Path, tmp_path: Path) -> None:
+    out = write_report(rows_of([runs / "single"]), tmp_path / "page.html", data_dir=None, command="report \ud800")
+    assert "report \\ud800" in out.read_text()
+
+
 def test_names_of_classes_are_words_and_not_markup(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for split in ("train", "test"):

@@ -103,7 +103,7 @@ def write(stem: Path, rows: Sequence[Row], about: Mapping[str, str]) -> list[Pat
     document = json.dumps(as_json(rows, about), indent=2, allow_nan=False) + "\n"
     contents = {f"{stem}.json": document, f"{stem}.md": markdown(rows, about)}
     for path, text in contents.items():
-        files.write(Path(path), text.encode())
+        files.write(Path(path), text.encode(errors="backslashreplace"))
     return [Path(path) for path in contents]
 
 

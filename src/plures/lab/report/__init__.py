@@ -43,7 +43,7 @@ def write_report(
         print(visible(words), file=sys.stderr, flush=True)
         details.append(gather(row, data_dir, looks[row.name], trust_code=trust_code))
     legend = {short: name for name, short in names.items() if short != name}
-    files.write(out, render(rows, details, command, legend).encode())
+    files.write(out, render(rows, details, command, legend).encode(errors="backslashreplace"))
     return out
 
 
