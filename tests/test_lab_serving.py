@@ -287,7 +287,7 @@ def test_the_command_serves_until_told_to_end():
 
 def test_a_port_that_is_taken_is_told(port, capsys):
     assert main(["serve", str(RUN), "--port", str(port)]) == 2
-    assert "is the port in use?" in capsys.readouterr().err
+    assert "is it in use?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["x" * 300, "ü" * 100])

@@ -99,7 +99,9 @@ class StageLoop:
         torch.manual_seed(seed_of(self.seed, "epoch", number, 0))
         total, index, samples = torch.zeros((), device=self.device), 0, 0
         for index, (inputs, targets) in enumerate(self.batches(number), start=1):
-            self._set_rates(number, index)
+            factor = self.factor(number - 1 if self.steps is None else (number - 1) * self.steps + index - 1)
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * factor
             with self.autocast():
                 loss = self.stage(inputs, targets).float()
             self.optimizer.zero_grad()
@@ -176,12 +178,6 @@ class StageLoop:
                 known = f"the network has {outputs.shape[2]} classes, from 0, and {IGNORED} is no label"
                 raise PluresError(f"validation has the target {int(wrong[0])}: {known}")
 
-    def _set_rates(self, number: int, index: int) -> None:
-        step = number - 1 if self.steps is None else (number - 1) * self.steps + index - 1
-        factor = self.factor(step)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-
     def _refuse_nan(self, loss: Tensor, number: int) -> None:
         if not math.isfinite(loss.item()):
             where = f"the loss became NaN or infinite in stage '{self.stage.name}', epoch {number}"
@@ -244,6 +240,7 @@ class Trainable(Predictor):
             yield stage
             if not stage.committed:
                 stage.commit()
+            del stage  # the next one takes as much memory
 
     def fit(
         self,
@@ -315,6 +312,7 @@ class Trainable(Predictor):
                 if loop.best.state:
                     loop.stage.load_state_dict(loop.best.state)
                 loop.stage.commit()
+                del loop
         if validation is not None:
             try:
                 self.calibrate(_pairs(validation, where))

@@ -132,20 +132,14 @@ def shell(network: Structure) -> Structure:
     return copy.deepcopy(network, {id(tensor): tensor for tensor in held})
 
 
-def copied_around(network: nn.Module, names: Container[str], values: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Copy a network, with other `values` in some of its tensors, by their first names.
-
-    These values and the named tensors take no memory of their own until one of the two is written to.
-    """
+def copied_around(network: nn.Module, names: Container[str]) -> nn.Module:
+    """Copy a network; the named tensors take no memory of their own until one of the two is written to."""
     memo: dict[int, Any] = {}
     for name, tensor in tensors(network).items():
-        value = tensor if name in names else (values or {}).get(name)
-        if value is not None and id(tensor) not in memo:
-            shared = value.is_shared()  # type: ignore[no-untyped-call]  # with other processes: torch cannot share it lazily
-            alike = value.stride() == tensor.stride() and not shared
-            lazy = torch._lazy_clone(value.detach()) if alike else torch.empty_like(tensor).copy_(value)
-            trains = tensor.requires_grad
-            memo[id(tensor)] = nn.Parameter(lazy.detach(), trains) if isinstance(tensor, nn.Parameter) else lazy
+        if name in names and id(tensor) not in memo:
+            shared = tensor.is_shared()  # type: ignore[no-untyped-call]  # with other processes: torch cannot share it lazily
+            lazy = tensor.detach().clone() if shared else torch._lazy_clone(tensor.detach()).detach()
+            memo[id(tensor)] = nn.Parameter(lazy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else lazy
     return copy.deepcopy(network, memo)
 
 

@@ -44,13 +44,7 @@ class BatchEnsemble(ManyInOne):
     _stage_class = BatchEnsembleStage
 
     def __init__(
-        self,
-        network: nn.Module,
-        members: int = 5,
-        *,
-        init: Init = "fresh",
-        loss: Loss | None = None,
-        seed: int = 0,
+        self, network: nn.Module, members: int = 5, *, init: Init = "fresh", loss: Loss | None = None, seed: int = 0
     ) -> None:
         check_members(members)
         rows = Rows()

@@ -100,7 +100,9 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
     """
     expected = scale * (1 - (1 - 1 / scale) ** members)  # positions in use for each one in a mask
     ones = max(math.floor(channels / expected), math.ceil(channels / members))
-    positions = _positions(channels, members, ones)
+    positions = channels  # of which masks with that many ones are expected to use `channels`
+    while positions < LARGEST_SCALE * ones and positions * (1 - (1 - ones / positions) ** members) < channels - 0.5:
+        positions += 1
     for _ in range(ATTEMPTS):
         ranks = torch.rand(members, positions, generator=random).argsort(1)
         drawn = ranks < ones
@@ -110,14 +112,6 @@ def masks(channels: int, members: int, scale: float, random: torch.Generator) ->
     raise PluresError(
         f"found no {members} masks of {ones} ones that use exactly {channels} channels; change scale={scale} slightly"
     )
-
-
-def _positions(channels: int, members: int, ones: int) -> int:
-    """Find the number of positions of which masks with that many ones are expected to use `channels`."""
-    positions = channels
-    while positions < LARGEST_SCALE * ones and positions * (1 - (1 - ones / positions) ** members) < channels - 0.5:
-        positions += 1
-    return positions
 
 
 def _chosen(network: nn.Module, given: Sequence[str] | None) -> list[str]:

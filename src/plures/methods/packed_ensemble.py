@@ -125,13 +125,7 @@ class Packing:
     """Compute how wide each layer of a member is, and pack a network's layers accordingly."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        members: int,
-        alpha: float | None,
-        first: str | None,
-        last: str | None,
-        seed: int,
+        self, network: nn.Module, members: int, alpha: float | None, first: str | None, last: str | None, seed: int
     ) -> None:
         check_members(members)
         if alpha is not None:

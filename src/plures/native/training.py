@@ -18,14 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from plures.errors import PluresError
 from plures.native.library import load
-from plures.native.structures import (
-    Convolution,
-    KernelGradient,
-    Norm,
-    filled,
-    floats,
-    in_order,
-)
+from plures.native.structures import Convolution, KernelGradient, Norm, filled, floats, in_order
 
 GROUP = 64  # inputs whose activations are processed at a time, so that they stay in the cache
 

@@ -71,11 +71,7 @@ class Child(subprocess.Popen[bytes]):
 
 
 def compare(
-    comparisons: Sequence[Comparison],
-    runs: Path,
-    *,
-    at_once: int | None = None,
-    data_dir: Path | None = None,
+    comparisons: Sequence[Comparison], runs: Path, *, at_once: int | None = None, data_dir: Path | None = None
 ) -> list[list[Row]]:
     """Train the missing runs of comparisons and return the rows of each.
 

@@ -22,28 +22,9 @@ from plures.files import digest
 from plures.lab.data.cache import cache_folder, decoded_images
 from plures.lab.data.images import read_image
 from plures.lab.data.sources import expanded, find_data
-from plures.lab.data.split import (
-    MOST_PIXELS_PER_SIDE,
-    Augment,
-    DataInfo,
-    DataSplit,
-    Rows,
-    batches,
-    random_rows,
-    steps,
-)
+from plures.lab.data.split import MOST_PIXELS_PER_SIDE, Augment, DataInfo, DataSplit, Rows, batches, random_rows, steps
 
-__all__ = [
-    "Augment",
-    "Data",
-    "DataInfo",
-    "DataSplit",
-    "batches",
-    "cache_folder",
-    "open_data",
-    "read_image",
-    "steps",
-]
+__all__ = ["Augment", "Data", "DataInfo", "DataSplit", "batches", "cache_folder", "open_data", "read_image", "steps"]
 
 HELD_OUT = 0.2  # of the training images, if there are no test images
 

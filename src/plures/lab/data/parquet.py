@@ -53,9 +53,7 @@ class ParquetTable:
                 raise PluresError(f"{self.file} has {names.count(name)} columns called {name!r}: keep one of them")
             if name in names:
                 return name
-        raise PluresError(
-            f"{self.file} has the columns {', '.join(names)}, but needs one called {' or '.join(accepted)}"
-        )
+        raise PluresError(f"{self.file} has the columns {', '.join(names)}, but none called {' or '.join(accepted)}")
 
     def label_column(self) -> str:
         """Return the name of the label column."""

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -68,6 +67,7 @@ def render(
     environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
     data = rows[0].runs[0].config["data"]
     several = len(rows) > 1
+    own = [run.config["environment"] for row in rows for run in row.runs]
     return environment.get_template("page.html.jinja").render(
         title=f"{len(rows)} models compared on {data['name']}" if several else f"{rows[0].name} on {data['name']}",
         summary=summary(rows, details),
@@ -80,7 +80,7 @@ def render(
         details=details,
         panels=panels(details),
         at_once=AT_ONCE,
-        environments=_environments(rows),
+        environments=[(one, own.count(one)) for place, one in enumerate(own) if one not in own[:place]],
         fingerprints={run.seed: run.config["data"]["fingerprint"] for row in rows for run in row.runs},
         data=data,
         command=command,
@@ -105,10 +105,3 @@ def summary(rows: Sequence[Row], details: Sequence[Detail]) -> list[str]:
         if one.at_chance
     ]
     return [about, *stuck]
-
-
-def _environments(rows: Sequence[Row]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return the different environments of the runs, each with the number of its runs."""
-    own = [run.config["environment"] for row in rows for run in row.runs]
-    different = [one for place, one in enumerate(own) if one not in own[:place]]
-    return [(one, own.count(one)) for one in different]

@@ -69,12 +69,9 @@ def _inlined(svg: str, says: str) -> str:
     # A tenth of a point is finer than a screen.
     body = re.sub(r'(?<=[ "(-])\d+\.\d{3,}(?=[^<>]*>)', lambda found: f"{float(found[0]):.1f}", body)
     body = re.sub(r"\s*\n\s*", " ", body)
-    body = re.sub(r"#[0-9a-f]{6}\b(?![^<>]*clip)", lambda found: _colour(found[0]), body)
+    body = re.sub(r"#[0-9a-f]{6}\b(?![^<>]*clip)", r"color-mix(in oklab, \g<0> var(--keep), var(--ink))", body)
+    for colour, name in VARIABLES.items():
+        body = body.replace(f"color-mix(in oklab, {colour} var(--keep), var(--ink))", f"var(--{name})")
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box
     return f'<svg role="img" aria-label="{escape(says)}" {box[0]}>{body}</svg>'
-
-
-def _colour(given: str) -> str:
-    name = VARIABLES.get(given)
-    return f"color-mix(in oklab, {given} var(--keep), var(--ink))" if name is None else f"var(--{name})"

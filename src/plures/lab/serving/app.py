@@ -246,6 +246,4 @@ def serve(run: Run, host: str, port: int, limits: Limits) -> None:
         server.run()
     except SystemExit as ended:  # uvicorn exits if the port is in use
         if ended.code:
-            raise PluresError(
-                f"cannot listen on {host}:{port}: is the port in use? choose another with --port"
-            ) from None
+            raise PluresError(f"cannot listen on {host}:{port}: is it in use? choose another with --port") from None

@@ -45,8 +45,12 @@ def agrees(network: nn.Module, faster: Callable[[nn.Module], Callable[..., Any]]
     # What a norm layer takes away again has a gradient of rounding errors alone: small is what the largest makes small.
     largest = max(float(slow[name].norm()) for name in gradients)
     for name, expected in slow.items():
-        close = (FAR, FAR * largest / 4) if name in gradients else (CLOSE, 0.0)
-        if not _close(quick[name], expected, *close):
+        one, (share, least) = quick[name], (FAR, FAR * largest / 4) if name in gradients else (CLOSE, 0.0)
+        if not expected.is_floating_point() or one.shape != expected.shape:
+            close = one.equal(expected)
+        else:  # as vectors: a single ReLU may fall to the other side of zero
+            close = float((one - expected).norm()) <= max(share * float(expected.norm()), least) + 1e-6
+        if not close:
             return _differs(network, f"{name} differs")
     return True
 
@@ -67,13 +71,6 @@ def _trial(network: nn.Module) -> nn.Module:
             if one.requires_grad:
                 one.add_(0.01 * torch.randn(one.shape, generator=draw).to(one))
     return trial
-
-
-def _close(one: Tensor, expected: Tensor, share: float, least: float) -> bool:
-    """Return whether two tensors agree, as vectors: a single ReLU may fall to the other side of zero."""
-    if not expected.is_floating_point() or one.shape != expected.shape:
-        return one.equal(expected)
-    return float((one - expected).norm()) <= max(share * float(expected.norm()), least) + 1e-6
 
 
 def _differs(network: nn.Module, what: str) -> bool:

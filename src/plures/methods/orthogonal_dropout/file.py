@@ -24,7 +24,7 @@ from plures.checks import check_members, number
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
-from plures.methods.orthogonal_dropout.owners import FREE, SplitNetwork, refilled
+from plures.methods.orthogonal_dropout.owners import FREE, NOW, SplitNetwork, refilled, taken
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import library
 from plures.native.structures import BLOCK, Digits, Placing, filled
@@ -38,7 +38,7 @@ log = logging.getLogger("plures")
 
 def to_tensors(split: SplitNetwork, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors that a file holds, split weights in the dtype asked for; `draft` is the member in training."""
-    weights, given = own_tensors(split.network), split.given()
+    weights, given = split.weights(), split.given()
     result: dict[str, Tensor] = {}
     for name, owners in split.owners().items():
         stored = as_stored(weights[name], dtype)
@@ -82,12 +82,13 @@ def base_of(split: SplitNetwork) -> dict[str, list[str]]:
     return {name: [str(one.dtype).removeprefix("torch."), digests[name]] for name, one in own.items()}
 
 
-def _read_base(split: SplitNetwork, stored: Stored) -> None:
+@torch.no_grad()
+def base_from(split: SplitNetwork, stored: Stored) -> None:
     """Fill in the given network, if the file holds it; otherwise refuse another one than the changes belong to."""
-    own = base_tensors(split)
-    within = any(name in stored.shapes for name in own)
+    own = {name: one for name, one in own_tensors(split.network).items() if split.roles[name] is not Role.PRIVATE}
+    within = any(f"given/{name}" in stored.shapes for name in own)
     for name, tensor in own.items() if within else ():
-        overwrite(tensor, stored.read(name, tensor.shape), name)
+        overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
     for name, (dtype, digest) in {} if within else base_of(split).items():
         expected, other = stored.state["base"][name]
         if dtype != expected:
@@ -100,9 +101,6 @@ def _read_base(split: SplitNetwork, stored: Stored) -> None:
                 f"the changes in the file belong to another network: {name!r} differs; load the weights that the "
                 "ensemble was made from, or save it with base=True"
             )
-    weights = own_tensors(split.network)
-    for name, value in split.given().items():
-        weights[name].copy_(value)
 
 
 def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, stored: Stored) -> None:
@@ -132,12 +130,17 @@ def options_to_build(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return now | later, {name: settled[name] for name in later}
 
 
+def owners_from(split: SplitNetwork, stored: Stored) -> None:
+    """Set all owners from a file."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # checksums and numpy let other threads run
+        read = pool.map(lambda item: _owners(split, stored, *item), split.owners().items())
+        split.partition.assign(dict(zip(split.owners(), read, strict=True)))
+
+
 @torch.no_grad()
 def from_tensors(split: SplitNetwork, stored: Stored) -> None:
     """Fill a split network from a file's tensors, several at a time."""
-    if split.background is not None:
-        _read_base(split, stored)
-    weights, owners, changes = own_tensors(split.network), split.owners(), split.background is not None
+    weights, owners, changes = split.weights(), split.owners(), split.background is not None
 
     def fill(name: str) -> None:
         places = {member: _place(member, name) for member in (split.trained if changes else range(split.members))}
@@ -147,10 +150,10 @@ def from_tensors(split: SplitNetwork, stored: Stored) -> None:
         for owner, place in places.items():  # says what does not fit
             _fill(weights[name], owners[name], owner, stored, place, changes)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # checksums and numpy let other threads run
-        read = pool.map(lambda name: _owners(split, stored, name, owners[name]), owners)
-        split.partition.assign(dict(zip(owners, read, strict=True)))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(fill, owners))
+    if split.background is not None:
+        split.background.write(NOW, taken(weights, owners))
     for name, tensor in weights.items():
         if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
             overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)

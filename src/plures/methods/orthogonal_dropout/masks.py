@@ -61,7 +61,8 @@ class Change(nn.Module):
         parametrize.register_parametrization(layer, "weight", Change(layer.weight, owned), unsafe=True)
 
     What trains is a vector of these values alone: a member that owns a hundredth of a weight has a gradient and an
-    optimizer state of a hundredth.
+    optimizer state of a hundredth. On a CPU the values are written into `given`, which no other network uses: a copy of
+    it would take as much memory as the gradient of all weights.
     """
 
     given: Tensor
@@ -75,12 +76,40 @@ class Change(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the given weight with the values in their places."""
+        alone = values.is_cpu and isinstance(values, nn.Parameter) and self.given.is_contiguous()
+        if alone and not torch.compiler.is_compiling():
+            written: Tensor = _Written.apply(values, self.given, self.places)  # type: ignore[no-untyped-call]
+            return written
         whole = self.given.reshape(-1).index_put((self.places,), values).view_as(self.given)
         return whole if self.given.is_contiguous() else in_layout_of(self.given, whole)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the values of a weight; of a tied one, they are given already."""
         return weight if weight.shape == self.places.shape else weight.reshape(-1)[self.places]
+
+
+class _Written(torch.autograd.Function):
+    """Write values into the places of a weight, unless they are there already.
+
+    So the weight may be used many times before a backward pass, and torch refuses one that comes after other values.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, given: Tensor, places: Tensor) -> Tensor:
+        flat = given.view(-1)
+        if not flat[places].equal(values):
+            flat[places] = values
+        return given.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].reshape(-1)[ctx.saved_tensors[0]], None, None
 
 
 def in_layout_of(weight: Tensor, mask: Tensor) -> Tensor:
@@ -184,7 +213,8 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
     """Put masks on the named weights of a network, whose `places` are `at`; tied weights stay tied and get one mask.
 
     Torch makes a class for every layer that it parametrizes. Layers of one kind share one here: to the compiler all
-    stages then look alike, and it compiles a few of them instead of all.
+    stages then look alike, and it compiles a few of them instead of all. Torch's property of such a class keeps one
+    layer alive, whose weight all would have within `parametrize.cached`: it is replaced.
     """
     for place, first in at.items():
         if first in masks:
@@ -193,10 +223,19 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
     for layer in network.modules():
         if any(map(_is_mask, _chains(layer).values())):
             kind = type(layer).__mro__[1], tuple(_chains(layer))
+            for attribute in kind[1]:
+                setattr(type(layer), attribute, _masked(attribute))
             layer.__class__ = _CLASSES.setdefault(kind, type(layer))
 
 
 _CLASSES: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
+
+
+def _masked(attribute: str) -> property:
+    return property(
+        lambda layer: layer.parametrizations[attribute](),
+        lambda layer, value: layer.parametrizations[attribute].right_inverse(value),
+    )
 
 
 def _chains(layer: nn.Module) -> nn.ModuleDict:

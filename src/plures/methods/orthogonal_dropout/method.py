@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -18,14 +19,8 @@ from plures.losses import Loss
 from plures.methods.orthogonal_dropout import file, sequential, together
 from plures.methods.orthogonal_dropout.engines.choosing import made
 from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.masks import put_on, unmasked
-from plures.methods.orthogonal_dropout.owners import (
-    Granularity,
-    Partition,
-    Private,
-    SplitNetwork,
-    refilled,
-)
+from plures.methods.orthogonal_dropout.masks import Change, put_on, unmasked
+from plures.methods.orthogonal_dropout.owners import Granularity, Partition, Private, SplitNetwork, refilled, taken
 from plures.methods.orthogonal_dropout.roles import (
     Classifier,
     Role,
@@ -98,9 +93,7 @@ class OrthogonalDropout(Ensemble):
         changes = background == "given"
         if changes and (optimize_masks or init == "fresh"):
             wrong = "optimize_masks=True" if optimize_masks else "init='fresh'"
-            raise PluresError(
-                f"members that change a given network start from it and own weights at random: no {wrong}"
-            )
+            raise PluresError(f"members that change a network start from it and own weights at random: no {wrong}")
         if changes:
             check_pretrained(network)
         seed = check_seed(seed)
@@ -127,30 +120,42 @@ class OrthogonalDropout(Ensemble):
         self._partition = Partition({name: tensor.shape for name, tensor in split.items()}, members, granularity)
         self._private = Private(private, members)
         # Its split tensors hold the weights of all members; its private ones the values that each member starts from.
-        self.network = _copied(network)
-        self._given: Private | None = None
-        self._keep_given()
+        try:
+            self.network = copy.deepcopy(network)
+        except Exception as error:  # whatever the network's own attributes raise
+            raise PluresError(f"{type(network).__name__} cannot be copied: {error}") from error
         self._draft: nn.Module | None = None  # the member in training, between two of its stages
         self._progress = sequential.Progress(members)
         self._moments: Moments = moments(network) if self._init == "fresh" else {}
         self._places = places(network)
         self._ticket = object()  # a new one whenever an open stage gets out of date
+        self._set_share()
         if not self._optimize_masks:
             self._partition.randomise(seed)
         self._partition.to(next(iter(own.values())).device)
+        self._given = Private(taken(own_tensors(self.network), self.owners), 2) if changes else None
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
         if self._init == "given" and not changes and not split:
             log.warning("all members start from the same weights and differ only in their batches: use init='fresh'")
 
-    def _keep_given(self) -> None:
-        """Keep the split tensors as they were given, if members see them where they own nothing."""
-        if self._background == "given":
-            self._partition.set_share(self._share)
-            own = own_tensors(self.network)
-            self._given = Private({name: own[name].detach() for name in self.owners}, 1)
-        elif self._share is not None:
+    def _set_share(self) -> None:
+        if self._share is not None and self._background == "zero":
             raise PluresError(f"share={self._share} leaves weights that no member uses: it needs background='given'")
+        self._partition.set_share(self._share)
+
+    def _take_back(self) -> None:
+        """Take back what is lent to the open stage, which keeps a copy, and undo what it wrote there."""
+        opened = None if self._opened is None else self._opened()
+        for mask in () if opened is None else opened.network.modules():
+            if isinstance(mask, Change):
+                mask.given = mask.given.clone()
+        self._split.restore()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state without that of the open stage."""
+        self._take_back()
+        return super().state_dict(*args, **kwargs)
 
     # Training: Algorithm 1, or all members together
 
@@ -169,19 +174,22 @@ class OrthogonalDropout(Ensemble):
 
     def open(self, step: Step) -> Stage:
         """Open the stage of one step of the plan: a copy of the network under the masks of its phase."""
-        if step != due(self.plan()):
-            raise self._out_of_date(step)
+        self._refuse_late(self._ticket, step)
         if step.member is None:
             return self._open_together(step)
         member = self._number(step.member)
+        self._take_back()
         network = self._start(member) if self._draft is None else copy.deepcopy(self._draft)
         known = tensors(network)
+        still = (Role.SHARED, Role.SPLIT) if step.phase == "prune" else (Role.SHARED,)  # pruning trains scores
         for name, tensor in known.items():
-            if not sequential.trains(step.phase, self.roles[name]):
+            if self.roles[name] in still:
                 tensor.requires_grad_(False)
         before = sequential.statistics(network, known)
-        mask = sequential.change if self._background == "given" else partial(sequential.mask, step.phase)
-        put_on(network, {name: mask(known[name], self._partition, name, member) for name in self.owners}, self._places)
+        make: Callable[..., nn.Module] = partial(sequential.mask, step.phase)
+        if self._given is not None:  # changes are written into the network of the ensemble, which holds those of nobody
+            make, known = sequential.change, own_tensors(self.network)
+        put_on(network, {name: make(known[name], self._partition, name, member) for name in self.owners}, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
         return self._prepared(stage, network)
 
@@ -190,6 +198,7 @@ class OrthogonalDropout(Ensemble):
         stage.engine = None if self._background == "given" else TrainingEngine()
         stage.pace = self._pace(stage.phase)
         norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _NormBase)]
+        self._opened = weakref.ref(stage)
         stage.still = [norm for name, norm in norms if self.roles.get(name.lstrip(".")) is Role.SHARED]
         return stage.train()
 
@@ -207,16 +216,13 @@ class OrthogonalDropout(Ensemble):
     def _open_together(self, step: Step) -> Stage:
         each = [self._start(member) for member in range(self.members if self._init == "fresh" else 1)]
         network = together.starts(self._split, each if len(each) > 1 else each * self.members)
-        before = [
-            sequential.statistics(network.network, network.private.rows(member)) for member in range(self.members)
-        ]
+        before = [sequential.statistics(network.network, network.private.rows(one)) for one in range(self.members)]
         commit = partial(self._commit_together, ticket=self._ticket, before=before)
         stage = together.MembersStage(network, step, self.loss, commit)
         return self._prepared(stage, network.network)
 
     def _commit_together(self, stage: Stage, ticket: object, before: Sequence[Mapping[str, Tensor]]) -> None:
-        if ticket is not self._ticket:
-            raise self._out_of_date(stage.step)
+        self._refuse_late(ticket, stage.step)
         together.write(stage, self._split, before)
         self._progress.committed = [["train"] for _ in range(self.members)]
         self._ticket = object()
@@ -231,15 +237,15 @@ class OrthogonalDropout(Ensemble):
         return [phase for phase, skip in skipped.items() if not skip]
 
     def _start(self, member: int) -> nn.Module:
-        network = copied_around(self.network, names_of_shared(self.roles), self._split.given())
+        given = [] if self._given is None else list(self.owners)
+        network = copied_around(self.network, names_of_shared(self.roles) + given)
         if self._init == "fresh":
             names = [name for name, role in self.roles.items() if role is not Role.SHARED]
             restart(network, self._moments, names, self.seed, "member", member, 0)
         return network
 
     def _commit(self, stage: Stage, ticket: object, before: Mapping[str, Tensor]) -> None:
-        if ticket is not self._ticket:
-            raise self._out_of_date(stage.step)
+        self._refuse_late(ticket, stage.step)
         member = self._number(stage.member)
         values = unmasked(stage.network)
         sequential.refuse_other_start(stage, self._split, values)
@@ -362,13 +368,18 @@ class OrthogonalDropout(Ensemble):
         ensemble = cls(network, **now)
         for name, value in later.items():
             setattr(ensemble, name if hasattr(ensemble, name) else f"_{name}", value)
-        ensemble._keep_given()
+        ensemble._set_share()
         ensemble._fill(stored)
         return ensemble
 
     def _fill(self, stored: Stored) -> None:
         """Restore tensors and progress from a file."""
         self._take_state(stored.state)
+        if self._background == "given":
+            file.base_from(self._split, stored)
+        file.owners_from(self._split, stored)
+        if self._background == "given":
+            self._given = Private(taken(own_tensors(self.network), self.owners), 2)
         file.from_tensors(self._split, stored)
         if self._draft is not None:
             self._draft = file.draft_from(self._split, stored)
@@ -380,14 +391,8 @@ class OrthogonalDropout(Ensemble):
 
     # Checks
 
-    def _out_of_date(self, step: Step) -> PluresError:
+    def _refuse_late(self, ticket: object, step: Step) -> None:
         ahead = due(self.plan())
-        now = f"'{ahead.name}' is next" if ahead else "all stages are committed"
-        return PluresError(f"stage '{step.name}' is out of date: {now}")
-
-
-def _copied(network: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(network)
-    except Exception as error:  # whatever the network's own attributes raise
-        raise PluresError(f"{type(network).__name__} cannot be copied: {error}") from error
+        if ticket is not self._ticket or step != ahead:
+            now = f"'{ahead.name}' is next" if ahead else "all stages are committed"
+            raise PluresError(f"stage '{step.name}' is out of date: {now}")

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
+BEFORE, NOW = 0, 1  # rows of what was and is in places of a given network that members own
 Granularity = Literal["weight", "kernel", "block"]
 log = logging.getLogger("plures")
 
@@ -169,6 +170,16 @@ def owner_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ..
     return (outputs, *shape[1:2], *[1] * len(shape[2:]))
 
 
+def whole(owners: Tensor, weight: Tensor) -> Tensor:
+    """Return the owner of every number of a weight."""
+    return spread(owners, weight).expand_as(weight)
+
+
+def taken(weights: Mapping[str, Tensor], owners: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what members own of each weight, as vectors."""
+    return {name: weights[name].detach()[whole(each, weights[name]) != FREE] for name, each in owners.items()}
+
+
 def sizes(count: int, members: int) -> list[int]:
     """Share out a count so that sizes differ by at most one.
 
@@ -216,8 +227,9 @@ class SplitNetwork:
     """The parts of a split network, and the members that can predict.
 
     `network` holds the weights of all members in its split tensors, and in its private ones the values that each member
-    starts from. `background` holds the split tensors as they were given, one row each, if members see them where they
-    own nothing; otherwise they see zeros.
+    starts from. If members see the given network where they own nothing, it holds that network, and `background` what
+    was and is in the places that a member owns: the weights of an open stage are those of `network`, and it writes its
+    own into them. Otherwise members see zeros.
     """
 
     network: nn.Module
@@ -228,8 +240,26 @@ class SplitNetwork:
     background: Private | None = None
 
     def given(self) -> dict[str, Tensor]:
-        """Map each split tensor's name to the values that were given, if members see them."""
-        return {} if self.background is None else self.background.rows(0)
+        """Map each split tensor's name to a copy of what was given, if members see it."""
+        own = own_tensors(self.network)
+        return {name: self.copied(name, own[name], BEFORE) for name in self.owners() if self.background}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors of the network by first names, split ones with the weights of all members."""
+        own = own_tensors(self.network)
+        return own | {name: self.copied(name, own[name], NOW) for name in self.owners() if self.background}
+
+    def copied(self, name: str, weight: Tensor, row: int) -> Tensor:
+        """Return a copy of a weight of the given network, as it was or is where members own it."""
+        kept = cast(Tensor, cast(Private, self.background).stack(name))[row]
+        return weight.detach().clone().masked_scatter_(spread(self.owners()[name] != FREE, weight), kept)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo what a stage has written into the given network."""
+        own = own_tensors(self.network)
+        for name in self.owners() if self.background else ():
+            own[name].copy_(self.copied(name, own[name], BEFORE))
 
     @property
     def members(self) -> int:
@@ -243,9 +273,11 @@ class SplitNetwork:
     def member(self, member: int) -> dict[str, Tensor]:
         """Return the tensors of one member by first names: its weights before the background, its private ones."""
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
-        given = self.given()
         for name, owners in self.owners().items():
-            values[name] = owned_part(values[name], owners, member, given.get(name))
+            own, given = values[name], None
+            if self.background is not None:
+                own, given = (self.copied(name, own, row) for row in (NOW, BEFORE))
+            values[name] = owned_part(own, owners, member, given)
         return values | self.private.rows(member)
 
     def checkout(self, member: int) -> nn.Module:
@@ -264,11 +296,14 @@ class SplitNetwork:
         A value is a whole weight, or a vector of what the member owns of it.
         """
         with torch.no_grad():
-            for name, weight in own_tensors(self.network).items():
-                if name in self.owners():
-                    value = values[name].to(weight.device, weight.dtype)
-                    mine = spread(self.partition.owned(name, member), weight).expand_as(weight)
-                    weight.masked_scatter_(mine, value[mine] if value.shape == weight.shape else value)
+            own = own_tensors(self.network)
+            for name, owners in self.owners().items():
+                value, each = values[name].to(own[name].device, own[name].dtype), whole(owners, own[name])
+                value = value[each == member] if value.shape == own[name].shape else value
+                if self.background is None:
+                    own[name].masked_scatter_(each == member, value)
+                else:
+                    self.background.rows(NOW)[name].masked_scatter_(each[each != FREE] == member, value)
         self.private.write(member, values)
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import Change, Keep, TopK, gathered, in_layout_of, mask_of, spread
-from plures.methods.orthogonal_dropout.owners import Partition, SplitNetwork
+from plures.methods.orthogonal_dropout.owners import BEFORE, Partition, SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors
@@ -28,11 +28,6 @@ from plures.tensors import own_tensors
 log = logging.getLogger("plures")
 PHASES = ("pretrain", "prune", "finetune", "train")
 COMPLETE = ("finetune", "train")  # after one of these a member can predict
-
-
-def trains(phase: str, role: Role) -> bool:
-    """Return whether a stage trains the tensors of a role: pruning trains private ones alone, beside the scores."""
-    return role is Role.PRIVATE or (role is Role.SPLIT and phase != "prune")
 
 
 def mask(phase: str, weight: Tensor, partition: Partition, name: str, member: int) -> nn.Module:
@@ -68,24 +63,28 @@ def claim(phase: str, network: nn.Module, partition: Partition, member: int) -> 
 def refuse_other_start(stage: Stage, split: SplitNetwork, values: Mapping[str, Tensor]) -> None:
     """Refuse a stage that was trained with other shared weights or masks than the ensemble has."""
     own, member = own_tensors(split.network), cast(int, stage.member)
-    masks = {name: mask_of(stage.network, name) for name in split.owners()}
-    given = {name: one.given for name, one in masks.items() if isinstance(one, Change)}
-    shared = {name: own[name] for name in own if split.roles[name] is Role.SHARED}
-    refuse_other_shared(stage, shared | split.given(), {**values, **given})
-    for name, used in masks.items():
-        same = True
+    refuse_other_shared(stage, {name: own[name] for name in own if split.roles[name] is Role.SHARED}, values)
+    for name in split.owners():
+        used, same = mask_of(stage.network, name), True
         if isinstance(used, Keep):
             expected = cast(Keep, mask(stage.phase, own[name], split.partition, name, member))
             same = used.mask.equal(expected.mask.to(used.mask))
         elif isinstance(used, Change):
-            same = used.places.equal(change(own[name], split.partition, name, member).places.to(used.places))
+            before, value = split.copied(name, own[name], BEFORE), values[name]
+            ours = change(before, split.partition, name, member)
+            same = used.places.equal(ours.places.to(used.places))
+            if same:  # with the same values in these places
+                refuse_other_shared(stage, {name: ours(value.to(before))}, {name: used(value)})
         if not same:
             raise other_start(stage, f"the mask of {name!r}")
 
 
 def statistics(network: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of the running statistics of a network's batch norms among its values, by name."""
-    return {name: tensor.detach().clone() for name, tensor in values.items() if _statistic(network, name)}
+    parts = {name: name.rpartition(".") for name in values}
+    norms = {name for name, (path, *_) in parts.items() if isinstance(network.get_submodule(path), _BatchNorm)}
+    kept = [name for name in values if name in norms and parts[name][2].startswith(("running_", "num_batches_"))]
+    return {name: values[name].detach().clone() for name in kept}
 
 
 def settled(network: nn.Module, now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,11 +106,6 @@ def settled(network: nn.Module, now: Mapping[str, Tensor], before: Mapping[str, 
             own = (now[name] - left * start.to(now[name])) / (1 - left)
             result[name] = own.clamp_min(0) if kind == "running_var" else own
     return result
-
-
-def _statistic(network: nn.Module, name: str) -> bool:
-    path, _, kind = name.rpartition(".")
-    return isinstance(network.get_submodule(path), _BatchNorm) and (kind.startswith("running_") or "tracked" in kind)
 
 
 class Progress:

@@ -37,7 +37,7 @@ class Members(nn.Module):
             self.register_buffer(self._names[name], owners.clone())
         self._given = {name: f"given_{index}" for index, name in enumerate(split.given())}
         for name, value in split.given().items():
-            self.register_buffer(self._given[name], value.clone(), persistent=False)
+            self.register_buffer(self._given[name], value, persistent=False)
         self.members = split.members
         self._places = places(network)
         self._shared = [place for place, first in self._places.items() if split.roles[first] is Role.SHARED]
