@@ -169,7 +169,8 @@ def mislabelled(label: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"loader": generated()}, "gave no batch in epoch 2: pass a list or a DataLoader"),
+        ({"loader": []}, "gave no batch in epoch 1: it is empty"),
+        ({"loader": generated()}, "gave no batch in epoch 2: it is empty, drops its only batch, or is a generator"),
         ({"loader": [digits(slice(32))[0]]}, "expected pairs of inputs and targets"),
         ({"loader": [{"pixels": digits(slice(32))[0]}]}, "none of labels"),
         ({"epochs": 0}, "epochs=0; use a whole number"),

@@ -45,6 +45,7 @@ NORMS = 3e-4  # its rate for norms and biases, which a member has whole; the oth
 CHANGES = (SLOW, "changes, 2 %", "changes, 5 %", "changes, 20 %", "changes, 33 %")
 METHODS = ("MC dropout", "deep ensemble", *CHANGES, "LoRA ensemble", "split, init given")
 ONE = "one fine-tuning"  # the members of the deep ensemble, on average
+ATTENTION = r".*\.attention\.(self\.(query|key|value)|output\.dense)"  # where LoRA-Ensemble has adapters
 Inputs = Mapping[str, Tensor]
 
 
@@ -141,7 +142,7 @@ TEXT = {
     "changes, 2 %": (1e-3, 3e-3, 1e-2),
     "changes, 20 %": (3e-4, 6e-4, 1e-3),
     "changes, 5 %": (1e-3, 2e-3, 3e-3),
-    "LoRA ensemble": (1e-3, 2e-3, 3e-3),
+    "LoRA ensemble": (1e-3, 3e-3, 6e-3, 1e-2),
     "split, init given": (3e-4, 1e-3),
 }
 IMAGES = {
@@ -155,6 +156,9 @@ IMAGES = {
 BIRDS = ("cub200-30", "svhn")
 TASKS = {
     "TREC": Task(("trec", "sst2"), lambda: Encoder(6), sentences, (300, 300, 250), 500, 5, 5, 16, "head", True, TEXT),
+    "TREC, all": Task(
+        ("trec", "sst2"), lambda: Encoder(6), sentences, (5152, 300, 250), 500, 5, 2, 16, "head", True, TEXT
+    ),
     "birds": Task(BIRDS, efficientnet, photographs, (900, 200, 400), 801, 3, 8, 32, "_fc", False, IMAGES),
     "SST-2": Task(("sst2", "trec"), lambda: Encoder(2), sentences, (1000, 300, 250), 600, 5, 2, 16, "head", True, TEXT),
 }
@@ -202,7 +206,7 @@ class Bench:
         self.rest = self.train if others else rows(train, order[held_out:])
         self.test, self.elsewhere = rows(test, slice(task.tested)), rows(elsewhere, slice(task.sizes[2]))
         self.held_out, self.test, self.elsewhere = map(by_length, (self.held_out, self.test, self.elsewhere))
-        self.further = by_length(rows(train, order[size + CHOSEN_ON :])) if others else None
+        self.further = by_length(rows(train, order[size + CHOSEN_ON :])) if len(order) > size + CHOSEN_ON else None
 
     def row(self, method: str, seed: int) -> None:
         """Choose the rate of a method, and train and measure it with one seed."""
@@ -295,7 +299,7 @@ def made(method: str, network: nn.Module, task: Task, seed: int) -> plures.Ensem
         from peft import LoraConfig, inject_adapter_in_model
 
         network.requires_grad_(False)
-        config = LoraConfig(r=8, lora_alpha=8, target_modules=["query", "key", "value", "dense"])
+        config = LoraConfig(r=8, lora_alpha=8, target_modules=ATTENTION)
         network = inject_adapter_in_model(config, network)
         network.get_submodule(task.head).requires_grad_(True)
     if method == "split, init given":

@@ -117,8 +117,8 @@ class StageLoop:
                 self._refuse_nan(total, number)
         if not index:
             raise PluresError(
-                f"the loader gave no batch in epoch {number}: pass a list or a DataLoader, which can be read in every "
-                "epoch, and not a generator"
+                f"the loader gave no batch in epoch {number}: it is empty, drops its only batch, or is a generator, "
+                "which can be read once; pass a list or a DataLoader"
             )
         self._refuse_nan(total, number)
         if not all(bool(parameter.isfinite().all()) for parameter in self.stage.parameters()):

@@ -203,7 +203,7 @@ def role_lines(split: SplitNetwork) -> list[str]:
             numbers = sum(one.numel() for one in named)
             if role is Role.SPLIT and split.background is not None:
                 copies = f", of which each member changes {split.partition.share or 1 / split.members:.3g}"
-            lines.append(f"{role:8}{numbers:>14,} numbers in {len(named)} tensors{copies}")
+            lines.append(f"{role:8}{numbers:>14,} numbers in {len(named)} tensor{'s' * (len(named) != 1)}{copies}")
     return lines
 
 
