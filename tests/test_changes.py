@@ -1,15 +1,17 @@
-"""A stage writes its changes into the network of the ensemble: nobody else may notice."""
+"""A stage writes its changes into its copy of the given network: nobody else may notice."""
 
 import copy
 import gc
 import weakref
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
@@ -19,6 +21,7 @@ import plures
 from networks import images, labels
 from plures.methods.orthogonal_dropout.masks import Change
 from plures.methods.orthogonal_dropout.method import OrthogonalDropout
+from plures.storage import refill
 from test_adapt import pretrained, train
 
 
@@ -78,6 +81,71 @@ def test_a_stage_that_is_kept_stays_as_it_is() -> None:
     second.commit()
     assert is_member(second, ensemble, 1)
     assert is_member(first, ensemble, 0)
+
+
+def test_networks_of_stages_that_are_gone_stay_as_they_are() -> None:
+    ensemble, kept = plures.adapt(pretrained(), 3, share=0.2), []
+    for _ in range(3):
+        stage = a_stage(ensemble)
+        stage.commit()
+        kept.append((stage.network, answers(stage)))
+        del stage
+    for network, expected in kept:
+        with torch.no_grad():
+            assert network(images()).equal(expected)
+
+
+def test_a_stage_of_another_state_leaves_the_ensemble_alone() -> None:
+    ensemble, other = (plures.adapt(pretrained(), 3, share=0.1, seed=seed) for seed in (0, 1))
+    train(other)
+    stage = a_stage(ensemble)
+    ensemble.load_state_dict(other.state_dict())
+    answers(stage)
+    assert ensemble(images()).equal(other(images()))
+
+
+def test_an_ensemble_is_filled_again_from_its_file(tmp_path: Path) -> None:
+    network = pretrained()
+    ensemble = train(plures.adapt(network, 3, share=0.1))
+    plures.save(ensemble, tmp_path / "three.safetensors")
+    trained = train(plures.adapt(network, 3, share=0.1, seed=5))
+    refill(trained, tmp_path / "three.safetensors")
+    assert trained(images()).equal(ensemble(images()))
+    assert all(torch.equal(one, network.state_dict()[name]) for name, one in trained._split.given().items())
+
+
+def test_a_file_in_half_precision_holds_changes_of_half_the_bytes(tmp_path: Path) -> None:
+    sizes = []
+    ensemble = train(plures.adapt(pretrained(), 3, share=0.2))
+    for dtype in (torch.float32, torch.bfloat16):
+        plures.save(ensemble, tmp_path / "three.safetensors", dtype=dtype)
+        held = load_file(tmp_path / "three.safetensors")
+        sizes.append(sum(one.nbytes for name, one in held.items() if name.removeprefix("member 0/") in ensemble.owners))
+    assert sizes[1] * 2 == sizes[0]
+
+
+class Clamped(nn.Linear):
+    """A layer that writes into its weight."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.05, 0.05)
+        return super().forward(inputs)
+
+
+def test_a_layer_that_writes_into_its_weight_does_not_write_into_the_given_one() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), Clamped(32, 32), nn.Linear(32, 4))
+    ensemble = plures.adapt(network, 2, share=0.1)
+    given = ensemble._split.given()
+    for stage in ensemble.stages():
+        stage(torch.randn(6, 192), labels(6)).backward()
+        stage.commit()
+    assert all(one.equal(given[name]) for name, one in ensemble._split.given().items())
+
+
+def test_an_ensemble_of_a_network_without_numbers_is_made() -> None:
+    ensemble = plures.adapt(networks.mlp().to("meta"), 2, share=0.1, schedule="together")
+    assert "of which each member changes" in repr(ensemble)
 
 
 def test_of_two_stages_of_one_member_each_has_its_own_changes() -> None:

@@ -431,11 +431,13 @@ def page(found: Mapping[str, Any], seeds: int) -> str:
     command = shlex.join(["python", "docs/make/pretrained.py", "--data", "DATA", "--seeds", str(seeds)])
     parts = []
     for name, task in TASKS.items():
+        kept = {method: runs_of(found.get(name, {}), method, seeds) for method in (ONE, *METHODS)}
+        if not any(kept.values()):
+            continue
         samples = f"{task.sizes[0]} training samples, {task.epochs} epochs, {task.tested} test samples"
         told = f"{name}: {task.members} members, {samples}"
         lines = [told, "", f"| | seeds | rate | {' | '.join(COLUMNS)} | training | prediction |"]
         lines.append(f"|---|---:|---:|{'---:|' * len(COLUMNS)}---:|---:|")
-        kept = {method: runs_of(found.get(name, {}), method, seeds) for method in (ONE, *METHODS)}
         lines += [row_of(method, runs, kept[ONE]) for method, runs in kept.items() if runs]
         parts.append("\n".join(lines))
         parts += further_of(name, found.get(name, {}), seeds)

@@ -132,7 +132,9 @@ class Ensemble(Trainable, ABC):
             raise PluresError(f"cannot save to {path}: there is no folder {path.parent}")
         opened = None if self._opened is None else self._opened()
         if opened is not None and not opened.committed and opened.touched:
-            log.warning("stage '%s' is not committed, so %s does not have it: call stage.commit()", opened.name, path)
+            log.warning(
+                "stage '%s' is not committed, so %s does not have it: call stage.commit() first", opened.name, path
+            )
         held = self.tensors(dtype) | (self._base(dtype) if base else {}) | calibration.to_tensors(self.calibration)
         stored = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
         document = json.dumps(

@@ -158,7 +158,9 @@ class Predictor(nn.Module):
         own = {one.dtype for one in self.parameters() if one.is_floating_point()}
         if given and own and not given & own:
             name, wanted = (", ".join(sorted(map(str, kinds))) for kinds in (given, own))
-            raise PluresError(f"the inputs are {name}, but the ensemble is {wanted}: convert one, .to(...)") from error
+            raise PluresError(
+                f"the inputs are {name}, but the ensemble is {wanted}: convert one with .to(...)"
+            ) from error
 
     def _calibration_of(self, kind: type[Kind], members: int) -> Kind | None:
         found = self.calibration if isinstance(self.calibration, kind) else None

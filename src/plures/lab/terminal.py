@@ -121,11 +121,7 @@ def answers_table(answers: Sequence["ImagePrediction"]) -> Table:
             percent(one.confidence),
             *([", ".join(one.classes or []) or "none"] if with_sets else []),
             figure(one.epistemic),
-            ", ".join(
-                one.votes
-                if len(one.votes) <= SHOWN
-                else (f"{n} x {label}" for label, n in Counter(one.votes).most_common())
-            ),
+            _votes(one.votes),
         ]
         for one in answers
     ]
@@ -151,3 +147,9 @@ def _each(accuracies: Sequence[float]) -> str:
         return "one member"
     shown = ", ".join(f"{100 * accuracy:.1f}" for accuracy in accuracies[:SHOWN])
     return f"{len(accuracies)} members: {shown}{', ...' if len(accuracies) > SHOWN else ''}"
+
+
+def _votes(votes: Sequence[str]) -> str:
+    if len(votes) <= SHOWN:
+        return ", ".join(votes)
+    return ", ".join(f"{count} x {label}" for label, count in Counter(votes).most_common())

@@ -24,7 +24,7 @@ from plures.checks import check_members, number
 from plures.ensemble import Stored, as_stored
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import spread
-from plures.methods.orthogonal_dropout.owners import FREE, NOW, SplitNetwork, refilled, taken
+from plures.methods.orthogonal_dropout.owners import FREE, SplitNetwork, refilled
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import library
 from plures.native.structures import BLOCK, Digits, Placing, filled
@@ -38,7 +38,7 @@ log = logging.getLogger("plures")
 
 def to_tensors(split: SplitNetwork, draft: nn.Module | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors that a file holds, split weights in the dtype asked for; `draft` is the member in training."""
-    weights, given = split.weights(), split.given()
+    weights, given = own_tensors(split.network), split.given()
     result: dict[str, Tensor] = {}
     for name, owners in split.owners().items():
         stored = as_stored(weights[name], dtype)
@@ -86,6 +86,8 @@ def base_of(split: SplitNetwork) -> dict[str, list[str]]:
 def base_from(split: SplitNetwork, stored: Stored) -> None:
     """Fill in the given network, if the file holds it; otherwise refuse another one than the changes belong to."""
     own = {name: one for name, one in own_tensors(split.network).items() if split.roles[name] is not Role.PRIVATE}
+    for name, value in split.given().items():  # without the changes that it may have
+        own[name].copy_(value)
     within = any(f"given/{name}" in stored.shapes for name in own)
     for name, tensor in own.items() if within else ():
         overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
@@ -140,7 +142,7 @@ def owners_from(split: SplitNetwork, stored: Stored) -> None:
 @torch.no_grad()
 def from_tensors(split: SplitNetwork, stored: Stored) -> None:
     """Fill a split network from a file's tensors, several at a time."""
-    weights, owners, changes = split.weights(), split.owners(), split.background is not None
+    weights, owners, changes = own_tensors(split.network), split.owners(), split.background is not None
 
     def fill(name: str) -> None:
         places = {member: _place(member, name) for member in (split.trained if changes else range(split.members))}
@@ -152,8 +154,6 @@ def from_tensors(split: SplitNetwork, stored: Stored) -> None:
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(fill, owners))
-    if split.background is not None:
-        split.background.write(NOW, taken(weights, owners))
     for name, tensor in weights.items():
         if f"given/{name}" in stored.shapes and split.roles[name] is not Role.SPLIT:
             overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)

@@ -61,8 +61,8 @@ class Change(nn.Module):
         parametrize.register_parametrization(layer, "weight", Change(layer.weight, owned), unsafe=True)
 
     What trains is a vector of these values alone: a member that owns a hundredth of a weight has a gradient and an
-    optimizer state of a hundredth. On a CPU the values are written into `given`, which no other network uses: a copy of
-    it would take as much memory as the gradient of all weights.
+    optimizer state of a hundredth. On a CPU the values of a plain layer are written into `given`, of which this is the
+    only user: a copy in each step would take as much memory as the gradient of all weights.
     """
 
     given: Tensor
@@ -70,14 +70,15 @@ class Change(nn.Module):
 
     def __init__(self, given: Tensor, mask: Tensor) -> None:
         super().__init__()
+        self.in_place = True  # whether it may write into the given weight: the forward of some layers does, too
         places = mask.expand_as(given).reshape(-1).nonzero().squeeze(1)
         self.register_buffer("given", given.detach(), persistent=False)
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the given weight with the values in their places."""
-        alone = values.is_cpu and isinstance(values, nn.Parameter) and self.given.is_contiguous()
-        if alone and not torch.compiler.is_compiling():
+        writable = self.in_place and self.given.is_contiguous() and isinstance(values, nn.Parameter)
+        if writable and values.is_cpu and not torch.compiler.is_compiling():
             written: Tensor = _Written.apply(values, self.given, self.places)  # type: ignore[no-untyped-call]
             return written
         whole = self.given.reshape(-1).index_put((self.places,), values).view_as(self.given)
@@ -184,6 +185,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 MASKS = (Keep, Change, TopK)
+PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)  # layers that never write into their weight
 
 
 def largest(rank: NDArray[np.float32], count: int) -> NDArray[np.bool_]:
@@ -225,6 +227,9 @@ def put_on(network: nn.Module, masks: Mapping[str, nn.Module], at: Mapping[str, 
             kind = type(layer).__mro__[1], tuple(_chains(layer))
             for attribute in kind[1]:
                 setattr(type(layer), attribute, _masked(attribute))
+                mask = _chains(layer)[attribute].get_submodule("0")
+                if isinstance(mask, Change) and kind[0] not in PLAIN:
+                    mask.in_place = False
             layer.__class__ = _CLASSES.setdefault(kind, type(layer))
 
 

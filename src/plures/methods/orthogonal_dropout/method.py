@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -19,7 +18,7 @@ from plures.losses import Loss
 from plures.methods.orthogonal_dropout import file, sequential, together
 from plures.methods.orthogonal_dropout.engines.choosing import made
 from plures.methods.orthogonal_dropout.engines.engine import Engine
-from plures.methods.orthogonal_dropout.masks import Change, put_on, unmasked
+from plures.methods.orthogonal_dropout.masks import put_on, unmasked
 from plures.methods.orthogonal_dropout.owners import Granularity, Partition, Private, SplitNetwork, refilled, taken
 from plures.methods.orthogonal_dropout.roles import (
     Classifier,
@@ -133,7 +132,7 @@ class OrthogonalDropout(Ensemble):
         if not self._optimize_masks:
             self._partition.randomise(seed)
         self._partition.to(next(iter(own.values())).device)
-        self._given = Private(taken(own_tensors(self.network), self.owners), 2) if changes else None
+        self._given = Private(taken(own_tensors(self.network), self.owners), 1) if changes else None
         self.eval()
         file.warn_if_large(self._split, self.given.name, self.given.nbytes)
         if self._init == "given" and not changes and not split:
@@ -143,19 +142,6 @@ class OrthogonalDropout(Ensemble):
         if self._share is not None and self._background == "zero":
             raise PluresError(f"share={self._share} leaves weights that no member uses: it needs background='given'")
         self._partition.set_share(self._share)
-
-    def _take_back(self) -> None:
-        """Take back what is lent to the open stage, which keeps a copy, and undo what it wrote there."""
-        opened = None if self._opened is None else self._opened()
-        for mask in () if opened is None else opened.network.modules():
-            if isinstance(mask, Change):
-                mask.given = mask.given.clone()
-        self._split.restore()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state without that of the open stage."""
-        self._take_back()
-        return super().state_dict(*args, **kwargs)
 
     # Training: Algorithm 1, or all members together
 
@@ -178,7 +164,6 @@ class OrthogonalDropout(Ensemble):
         if step.member is None:
             return self._open_together(step)
         member = self._number(step.member)
-        self._take_back()
         network = self._start(member) if self._draft is None else copy.deepcopy(self._draft)
         known = tensors(network)
         still = (Role.SHARED, Role.SPLIT) if step.phase == "prune" else (Role.SHARED,)  # pruning trains scores
@@ -187,9 +172,10 @@ class OrthogonalDropout(Ensemble):
                 tensor.requires_grad_(False)
         before = sequential.statistics(network, known)
         make: Callable[..., nn.Module] = partial(sequential.mask, step.phase)
-        if self._given is not None:  # changes are written into the network of the ensemble, which holds those of nobody
-            make, known = sequential.change, own_tensors(self.network)
-        put_on(network, {name: make(known[name], self._partition, name, member) for name in self.owners}, self._places)
+        under = known  # what the masks are put on
+        if self._given is not None:
+            make, under = sequential.change, self._split.given()
+        put_on(network, {name: make(under[name], self._partition, name, member) for name in self.owners}, self._places)
         stage = Stage(network, step, self.loss, partial(self._commit, ticket=self._ticket, before=before))
         return self._prepared(stage, network)
 
@@ -198,7 +184,6 @@ class OrthogonalDropout(Ensemble):
         stage.engine = None if self._background == "given" else TrainingEngine()
         stage.pace = self._pace(stage.phase)
         norms = [(f"{path}.running_mean", one) for path, one in network.named_modules() if isinstance(one, _NormBase)]
-        self._opened = weakref.ref(stage)
         stage.still = [norm for name, norm in norms if self.roles.get(name.lstrip(".")) is Role.SHARED]
         return stage.train()
 
@@ -296,12 +281,14 @@ class OrthogonalDropout(Ensemble):
             return apart(batches, [partial(self._ready_to_run, self.network, member) for member in asked])
 
         def run(trunk: Trunk) -> Tensor:
-            return trunk.outputs(batches, [partial(self._ready_to_run, trunk.networks[0], member) for member in asked])
+            given = self._split.given()
+            runs = [partial(self._ready_to_run, trunk.networks[0], member, given) for member in asked]
+            return trunk.outputs(batches, runs)
 
         return self._lender.lend(self, lambda: Trunk([shell(self.network)], self._differing()), run)
 
-    def _ready_to_run(self, network: nn.Module, member: int) -> Run:
-        values = self._split.member(member)
+    def _ready_to_run(self, network: nn.Module, member: int, given: Mapping[str, Tensor] | None = None) -> Run:
+        values = self._split.member(member, given)
         return lambda batch: logits_of(call_with(network, values, self._places, batch))
 
     def _differing(self) -> set[str]:
@@ -379,7 +366,7 @@ class OrthogonalDropout(Ensemble):
             file.base_from(self._split, stored)
         file.owners_from(self._split, stored)
         if self._background == "given":
-            self._given = Private(taken(own_tensors(self.network), self.owners), 2)
+            self._given = Private(taken(own_tensors(self.network), self.owners), 1)
         file.from_tensors(self._split, stored)
         if self._draft is not None:
             self._draft = file.draft_from(self._split, stored)

@@ -23,7 +23,6 @@ from plures.seeding import generator
 from plures.tensors import inner_names, overwrite, own_tensors
 
 FREE = 255  # the owner of a weight that no member owns yet
-BEFORE, NOW = 0, 1  # rows of what was and is in places of a given network that members own
 Granularity = Literal["weight", "kernel", "block"]
 log = logging.getLogger("plures")
 
@@ -170,14 +169,14 @@ def owner_shape(shape: Sequence[int], granularity: Granularity) -> tuple[int, ..
     return (outputs, *shape[1:2], *[1] * len(shape[2:]))
 
 
-def whole(owners: Tensor, weight: Tensor) -> Tensor:
-    """Return the owner of every number of a weight."""
-    return spread(owners, weight).expand_as(weight)
-
-
 def taken(weights: Mapping[str, Tensor], owners: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what members own of each weight, as vectors."""
-    return {name: weights[name].detach()[whole(each, weights[name]) != FREE] for name, each in owners.items()}
+    """Return what members own of each weight, as vectors; on a meta device, which has no numbers, nothing."""
+    found = {}
+    for name, each in owners.items():
+        weight = weights[name].detach()
+        owned = (spread(each, weight) != FREE).expand_as(weight)
+        found[name] = weight.new_empty(0) if weight.is_meta else weight[owned]
+    return found
 
 
 def sizes(count: int, members: int) -> list[int]:
@@ -227,9 +226,8 @@ class SplitNetwork:
     """The parts of a split network, and the members that can predict.
 
     `network` holds the weights of all members in its split tensors, and in its private ones the values that each member
-    starts from. If members see the given network where they own nothing, it holds that network, and `background` what
-    was and is in the places that a member owns: the weights of an open stage are those of `network`, and it writes its
-    own into them. Otherwise members see zeros.
+    starts from. If members see the given network where they own nothing, `background` holds what it had in the places
+    that a member owns, one row for each split tensor; otherwise they see zeros.
     """
 
     network: nn.Module
@@ -242,24 +240,12 @@ class SplitNetwork:
     def given(self) -> dict[str, Tensor]:
         """Map each split tensor's name to a copy of what was given, if members see it."""
         own = own_tensors(self.network)
-        return {name: self.copied(name, own[name], BEFORE) for name in self.owners() if self.background}
+        return {} if self.background is None else {name: self.before(name, own[name]) for name in self.owners()}
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the tensors of the network by first names, split ones with the weights of all members."""
-        own = own_tensors(self.network)
-        return own | {name: self.copied(name, own[name], NOW) for name in self.owners() if self.background}
-
-    def copied(self, name: str, weight: Tensor, row: int) -> Tensor:
-        """Return a copy of a weight of the given network, as it was or is where members own it."""
-        kept = cast(Tensor, cast(Private, self.background).stack(name))[row]
+    def before(self, name: str, weight: Tensor) -> Tensor:
+        """Return a copy of a split weight as it was given."""
+        kept = cast(Private, self.background).rows(0)[name]
         return weight.detach().clone().masked_scatter_(spread(self.owners()[name] != FREE, weight), kept)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Undo what a stage has written into the given network."""
-        own = own_tensors(self.network)
-        for name in self.owners() if self.background else ():
-            own[name].copy_(self.copied(name, own[name], BEFORE))
 
     @property
     def members(self) -> int:
@@ -270,14 +256,15 @@ class SplitNetwork:
         """Map each split tensor's name to its owners: uint8, 255 if free."""
         return self.partition.owners()
 
-    def member(self, member: int) -> dict[str, Tensor]:
-        """Return the tensors of one member by first names: its weights before the background, its private ones."""
+    def member(self, member: int, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the tensors of one member by first names: its weights before the background, its private ones.
+
+        `given` is what `given()` has returned, if it is known.
+        """
         values = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
+        given = self.given() if given is None else given
         for name, owners in self.owners().items():
-            own, given = values[name], None
-            if self.background is not None:
-                own, given = (self.copied(name, own, row) for row in (NOW, BEFORE))
-            values[name] = owned_part(own, owners, member, given)
+            values[name] = owned_part(values[name], owners, member, given.get(name))
         return values | self.private.rows(member)
 
     def checkout(self, member: int) -> nn.Module:
@@ -287,7 +274,8 @@ class SplitNetwork:
     def checkouts(self) -> list[nn.Module]:
         """Make a plain network of each trained member, for prediction; what is shared is one tensor in all of them."""
         shared = {id(one): one for name, one in own_tensors(self.network).items() if self.roles[name] is Role.SHARED}
-        made = [refilled(self.network, self.member(member), shared) for member in self.trained]
+        given = self.given()
+        made = [refilled(self.network, self.member(member, given), shared) for member in self.trained]
         return [network.eval().requires_grad_(False) for network in made]
 
     def write(self, member: int, values: Mapping[str, Tensor]) -> None:
@@ -296,14 +284,11 @@ class SplitNetwork:
         A value is a whole weight, or a vector of what the member owns of it.
         """
         with torch.no_grad():
-            own = own_tensors(self.network)
-            for name, owners in self.owners().items():
-                value, each = values[name].to(own[name].device, own[name].dtype), whole(owners, own[name])
-                value = value[each == member] if value.shape == own[name].shape else value
-                if self.background is None:
-                    own[name].masked_scatter_(each == member, value)
-                else:
-                    self.background.rows(NOW)[name].masked_scatter_(each[each != FREE] == member, value)
+            for name, weight in own_tensors(self.network).items():
+                if name in self.owners():
+                    value = values[name].to(weight.device, weight.dtype)
+                    mine = spread(self.partition.owned(name, member), weight).expand_as(weight)
+                    weight.masked_scatter_(mine, value[mine] if value.shape == weight.shape else value)
         self.private.write(member, values)
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plures.errors import PluresError
 from plures.methods.orthogonal_dropout.masks import Change, Keep, TopK, gathered, in_layout_of, mask_of, spread
-from plures.methods.orthogonal_dropout.owners import BEFORE, Partition, SplitNetwork
+from plures.methods.orthogonal_dropout.owners import Partition, SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.stage import Stage, other_start, refuse_other_shared
 from plures.tensors import own_tensors
@@ -70,7 +70,7 @@ def refuse_other_start(stage: Stage, split: SplitNetwork, values: Mapping[str, T
             expected = cast(Keep, mask(stage.phase, own[name], split.partition, name, member))
             same = used.mask.equal(expected.mask.to(used.mask))
         elif isinstance(used, Change):
-            before, value = split.copied(name, own[name], BEFORE), values[name]
+            before, value = split.before(name, own[name]), values[name]
             ours = change(before, split.partition, name, member)
             same = used.places.equal(ours.places.to(used.places))
             if same:  # with the same values in these places

@@ -21,7 +21,7 @@ from plures.methods.orthogonal_dropout.owners import SplitNetwork
 from plures.methods.orthogonal_dropout.roles import Role
 from plures.native import operators
 from plures.native.structures import LinearWeights, Lists, kernel_lists, linear_lists
-from plures.tensors import canonical
+from plures.tensors import canonical, own_tensors
 
 
 class OfMembers(nn.Module):
@@ -49,7 +49,7 @@ class Parts:
         self.owners, self.given = split.owners(), split.given()
         self.roles, self.changes = split.roles, split.background is not None
         self._first = canonical(split.network)
-        self._own = {name: tensor.detach() for name, tensor in split.weights().items()}
+        self._own = {name: tensor.detach() for name, tensor in own_tensors(split.network).items()}
         rows = [split.private.rows(member) for member in self.members]
         self._private = [{name: tensor.detach() for name, tensor in private.items()} for private in rows]
         self._scales: list[dict[str, Tensor]] = [{} for _ in self.members]
