@@ -143,6 +143,62 @@ def test_a_layer_that_writes_into_its_weight_does_not_write_into_the_given_one()
     assert all(one.equal(given[name]) for name, one in ensemble._split.given().items())
 
 
+class Normalised(nn.Module):
+    """A network that writes into a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(192, 32), nn.Linear(32, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.body.weight.data.mul_(0.9999)
+        return self.head(self.body(inputs).relu())
+
+
+def test_a_network_that_writes_into_a_layer_is_refused_and_the_ensemble_stays() -> None:
+    ensemble = plures.adapt(Normalised(), 2, share=0.1)
+    given = ensemble._split.given()
+    stage = ensemble.open(ensemble.plan()[0])
+    stage(torch.randn(6, 192), labels(6)).backward()
+    with pytest.raises(plures.PluresError, match="the weights of 'body.weight' outside of its share"):
+        stage.commit()
+    assert all(one.equal(given[name]) for name, one in ensemble._split.given().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_stage_may_train_in_another_precision(dtype: torch.dtype) -> None:
+    ensemble = plures.adapt(pretrained(networks.mlp), 2, share=0.1)
+    for stage in ensemble.stages():
+        stage.to(dtype)
+        stage(images().to(dtype), labels()).backward()
+        stage.float()
+        stage.commit()
+    assert ensemble.trained == [0, 1]
+
+
+def test_a_file_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    ensemble = train(plures.adapt(pretrained(), 3, share=0.1))
+    expected, other = ensemble(images()), pretrained()
+    with torch.no_grad():
+        for one in other.parameters():
+            one.mul_(1.3)
+    plures.save(train(plures.adapt(other, 3, share=0.1)), tmp_path / "other.safetensors")
+    with pytest.raises(plures.PluresError, match="belong to another network"):
+        refill(ensemble, tmp_path / "other.safetensors")
+    assert ensemble(images()).equal(expected)
+
+
+@pytest.mark.parametrize("granularity", ["block", "kernel", "weight"])
+def test_a_state_of_other_owners_is_loaded(granularity: Any) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(768, 36), nn.ReLU(), nn.Linear(36, 44), nn.Linear(44, 4))
+    several = [plures.adapt(network, 3, share=0.1, granularity=granularity, seed=seed) for seed in range(6)]
+    train(several[0])
+    for other in several[1:]:
+        other.load_state_dict(several[0].state_dict())
+        assert other(images()).equal(several[0](images()))
+
+
 def test_an_ensemble_of_a_network_without_numbers_is_made() -> None:
     ensemble = plures.adapt(networks.mlp().to("meta"), 2, share=0.1, schedule="together")
     assert "of which each member changes" in repr(ensemble)

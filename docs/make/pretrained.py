@@ -145,6 +145,7 @@ TEXT = {
     "LoRA ensemble": (1e-3, 3e-3, 6e-3, 1e-2),
     "split, init given": (3e-4, 1e-3),
 }
+MORE_TEXT = TEXT | {"deep ensemble": (2e-5, 5e-5, 1e-4, 3e-4)}
 IMAGES = {
     "deep ensemble": (3e-4, 1e-3, 2e-3),
     "changes, 2 %": (1e-3, 3e-3, 1e-2),
@@ -157,7 +158,7 @@ BIRDS = ("cub200-30", "svhn")
 TASKS = {
     "TREC": Task(("trec", "sst2"), lambda: Encoder(6), sentences, (300, 300, 250), 500, 5, 5, 16, "head", True, TEXT),
     "TREC, all": Task(
-        ("trec", "sst2"), lambda: Encoder(6), sentences, (5152, 300, 250), 500, 5, 2, 16, "head", True, TEXT
+        ("trec", "sst2"), lambda: Encoder(6), sentences, (5152, 300, 250), 500, 5, 2, 16, "head", True, MORE_TEXT
     ),
     "birds": Task(BIRDS, efficientnet, photographs, (900, 200, 400), 801, 3, 8, 32, "_fc", False, IMAGES),
     "SST-2": Task(("sst2", "trec"), lambda: Encoder(2), sentences, (1000, 300, 250), 600, 5, 2, 16, "head", True, TEXT),

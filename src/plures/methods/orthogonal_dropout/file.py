@@ -86,8 +86,6 @@ def base_of(split: SplitNetwork) -> dict[str, list[str]]:
 def base_from(split: SplitNetwork, stored: Stored) -> None:
     """Fill in the given network, if the file holds it; otherwise refuse another one than the changes belong to."""
     own = {name: one for name, one in own_tensors(split.network).items() if split.roles[name] is not Role.PRIVATE}
-    for name, value in split.given().items():  # without the changes that it may have
-        own[name].copy_(value)
     within = any(f"given/{name}" in stored.shapes for name in own)
     for name, tensor in own.items() if within else ():
         overwrite(tensor, stored.read(f"given/{name}", tensor.shape), name)
@@ -103,6 +101,8 @@ def base_from(split: SplitNetwork, stored: Stored) -> None:
                 f"the changes in the file belong to another network: {name!r} differs; load the weights that the "
                 "ensemble was made from, or save it with base=True"
             )
+    for name, value in {} if within else split.given().items():  # nothing is left of changes that it may have had
+        own[name].copy_(value)
 
 
 def check_stored(network: nn.Module, roles: Mapping[str, Role], members: int, stored: Stored) -> None:

@@ -174,8 +174,13 @@ def taken(weights: Mapping[str, Tensor], owners: Mapping[str, Tensor]) -> dict[s
     found = {}
     for name, each in owners.items():
         weight = weights[name].detach()
-        owned = (spread(each, weight) != FREE).expand_as(weight)
-        found[name] = weight.new_empty(0) if weight.is_meta else weight[owned]
+        if weight.is_meta:
+            found[name] = weight.new_empty(0)
+            continue
+        kept = weight[(spread(each, weight) != FREE).expand_as(weight)]
+        # As long with every seed: the last block of a column may have fewer outputs than the others.
+        room = int((each != FREE).sum()) * (weight[0].numel() // each[0].numel())
+        found[name] = nn.functional.pad(kept, (0, room * (BLOCK if len(each) != len(weight) else 1) - len(kept)))
     return found
 
 

@@ -70,11 +70,14 @@ def refuse_other_start(stage: Stage, split: SplitNetwork, values: Mapping[str, T
             expected = cast(Keep, mask(stage.phase, own[name], split.partition, name, member))
             same = used.mask.equal(expected.mask.to(used.mask))
         elif isinstance(used, Change):
-            before, value = split.before(name, own[name]), values[name]
+            before, blank = split.before(name, own[name]), torch.zeros_like(values[name])
             ours = change(before, split.partition, name, member)
             same = used.places.equal(ours.places.to(used.places))
-            if same:  # with the same values in these places
-                refuse_other_shared(stage, {name: ours(value.to(before))}, {name: used(value)})
+            if same:  # then so should be the other places, which a forward may have written into
+                rounded, theirs = ours(blank.to(before)).to(used.given.device), used(blank)
+                kinds = (theirs.dtype, torch.bfloat16, torch.float16)  # which a stage may have trained in
+                if not any(theirs.equal(rounded.to(kind).to(theirs)) for kind in kinds):
+                    raise other_start(stage, f"the weights of {name!r} outside of its share")
         if not same:
             raise other_start(stage, f"the mask of {name!r}")
 
