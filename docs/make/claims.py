@@ -444,7 +444,10 @@ def tuned(runs: dict[str, dict[str, float]]) -> dict[str, Row]:
 
 
 def pretrained() -> str:
-    """Return the tables of ensembles from one pre-trained network, without most of the columns."""
+    """Return the tables of ensembles from one pre-trained network, without most of the columns.
+
+    Rows that are not finished, and the row of the rates of norms, are in the guide only.
+    """
     path = RESULTS / "pretrained.md"
     if not path.is_file():
         return ""
@@ -455,7 +458,9 @@ def pretrained() -> str:
             continue  # in the guide only
         if block.startswith("|"):
             places = [0, *(lines[0].index(name) for name in ("accuracy", "NLL", "ECE", "file", "training"))]
+            seeds = lines[2][lines[0].index("seeds")]
             lines[0] = ["method", *lines[0][1:]]
+            lines[2:] = [line for line in lines[2:] if line[1] == seeds and "norms at" not in line[0]]
             parts.append("\n".join(f"| {' | '.join(line[place] for place in places)} |" for line in lines))
         elif not block.startswith("- "):
             parts.append(f"### Pre-trained: {block.strip()}")
